@@ -27,8 +27,8 @@ from autopar.layouts.constraints import Constraints
 from autopar.models import bert, gpt, llama, moe, objective, sizes, t5, transformer, wide_resnet
 from autopar.program.call import PyTree
 from autopar.simulate.closed_forms.job_prediction import Part
+from autopar.simulate.closed_forms.layer_split import LayerSplit
 from autopar.simulate.closed_forms.residual_network import BlockSplit
-from autopar.simulate.closed_forms.transformer import LayerSplit
 from autopar.simulate.closed_forms.transformer_shape import TransformerShape
 from autopar.simulate.part_constraints import DATA, EXPERT, TENSOR, plan_constraints
 

@@ -19,12 +19,13 @@ from autopar.errors import AutoparError
 from autopar.forked_jobs import run_side_by_side
 from autopar.program.step import TracedStep
 from autopar.progress import enter
+from autopar.simulate.closed_forms.attention import attention_core
 from autopar.simulate.closed_forms.job_prediction import JobPrediction, Part, Timing, predict_with, stages_of
+from autopar.simulate.closed_forms.layer_split import LayerSplit
 from autopar.simulate.closed_forms.operations import MatrixProduct, Operation, Timed, Work
 from autopar.simulate.closed_forms.prices import DTYPES, FITTED_PLANS, InTraining
+from autopar.simulate.closed_forms.stage_work import Precision
 from autopar.simulate.closed_forms.training_job import TrainingJob
-from autopar.simulate.closed_forms.training_step import Precision
-from autopar.simulate.closed_forms.transformer import LayerSplit, attention_core
 from autopar.simulate.closed_forms.transformer_shape import TransformerShape
 from autopar.simulate.model_parts import PartProgram, part_program, planned_step, program_key
 from autopar.simulate.part_plans import PlannedPart, Seconds, has_kernel, plan_part, trace_part

@@ -7,8 +7,8 @@ import pytest
 
 from autopar.cost_model.hardware import preset
 from autopar.simulate.closed_forms.job_prediction import Part, predict
+from autopar.simulate.closed_forms.layer_split import LayerSplit
 from autopar.simulate.closed_forms.training_job import TrainingJob
-from autopar.simulate.closed_forms.transformer import LayerSplit
 from autopar.simulate.closed_forms.transformer_shape import TransformerShape
 from autopar.simulate.planned_parts import PartPlanner, planned_prediction
 from autopar.simulate.rows import Row, read_table

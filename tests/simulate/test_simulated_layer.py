@@ -16,11 +16,12 @@ from autopar.layouts.constraints import Constraints, Rule, SplitBatch
 from autopar.layouts.mesh import LogicalMesh
 from autopar.plan import CollectivePlan
 from autopar.simulate.closed_forms.job_prediction import Part, predict, predict_with
+from autopar.simulate.closed_forms.layer_split import LayerSplit
 from autopar.simulate.closed_forms.operations import Exchange, MatrixProduct, Work
 from autopar.simulate.closed_forms.prices import InTraining, StagePrices
 from autopar.simulate.closed_forms.residual_network import BlockSplit, ResidualNetworkShape, bottleneck_work
 from autopar.simulate.closed_forms.training_job import TrainingJob
-from autopar.simulate.closed_forms.transformer import LayerSplit, block_work, head_work
+from autopar.simulate.closed_forms.transformer import block_work, head_work
 from autopar.simulate.closed_forms.transformer_shape import TransformerShape
 from autopar.simulate.model_parts import PartStep, UnbuildablePart, part_step
 from autopar.simulate.part_plans import PlannedPart, exchanges_of

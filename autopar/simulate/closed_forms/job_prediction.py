@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Callable, Hashable, Sequence
 
 from autopar.cost_model.machine import Cluster
+from autopar.simulate.closed_forms.layer_split import LayerSplit
 from autopar.simulate.closed_forms.operations import Work
 from autopar.simulate.closed_forms.prices import FITTED, InTraining
 from autopar.simulate.closed_forms.residual_network import (
@@ -23,9 +24,10 @@ from autopar.simulate.closed_forms.residual_network import (
     linear_head_work,
     stem_work,
 )
+from autopar.simulate.closed_forms.stage_work import StageWork, StepPlan
 from autopar.simulate.closed_forms.training_job import StageLayout, TrainingJob, problems
-from autopar.simulate.closed_forms.training_step import StageWork, StepPlan, StepPrediction, predict_step
-from autopar.simulate.closed_forms.transformer import LayerSplit, block_work, embedding_work, head_work
+from autopar.simulate.closed_forms.training_step import StepPrediction, predict_step
+from autopar.simulate.closed_forms.transformer import block_work, embedding_work, head_work
 from autopar.simulate.closed_forms.transformer_shape import TransformerShape
 
 _MICROBATCHES_TRIED = (1, 2, 4, 8, 16)

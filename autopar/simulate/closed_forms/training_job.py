@@ -12,15 +12,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from autopar.simulate.closed_forms.layer_split import Recompute
 from autopar.simulate.closed_forms.memory import StateBytes, layers_in_flight, states_of
 from autopar.simulate.closed_forms.residual_network import (
     BLOCKS_PER_STAGE,
     ResidualNetworkShape,
 )
-from autopar.simulate.closed_forms.training_step import Optimizer, OverlapOption, Precision
-from autopar.simulate.closed_forms.transformer import (
-    Recompute,
-)
+from autopar.simulate.closed_forms.stage_work import Optimizer, OverlapOption, Precision
 from autopar.simulate.closed_forms.transformer_shape import TransformerShape
 
 

@@ -16,95 +16,22 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 from autopar.cost_model import overlap
-from autopar.cost_model.machine import Cluster, Hidden, Overlap
+from autopar.cost_model.machine import Cluster, Overlap
 from autopar.cost_model.overlap import Communication, Kind
-from autopar.simulate.closed_forms.memory import StateBytes, layers_in_flight
-from autopar.simulate.closed_forms.operations import Exchange, MatrixProduct, Operation, Work
+from autopar.simulate.closed_forms.data_reductions import exchange_each_microbatch, reduce_once
+from autopar.simulate.closed_forms.memory import layers_in_flight
+from autopar.simulate.closed_forms.operations import Exchange, MatrixProduct, Operation
 from autopar.simulate.closed_forms.prices import DTYPES, FITTED, InTraining, StagePrices
 from autopar.simulate.closed_forms.schedule_time import pipeline_s
-
-Precision = Literal["fp16", "bf16", "fp32"]
-Optimizer = Literal["adam", "momentum", "adafactor"]
-OverlapOption = Literal["usual", "none", "gradients", "all"]
-"""What a run's framework lets hide: as the cluster file says; nothing over data ranks, whose reductions begin when the last
-backward pass has ended; gradients and parameters, bucket by bucket; these and tensor-parallel collectives, cut up with their
-products."""
+from autopar.simulate.closed_forms.stage_work import OverlapOption, StageWork, StepPlan
 
 # Bytes that an optimizer moves per parameter. Adam reads a gradient, a parameter and two moments and writes three of
 # them (28); mixed precision also looks for infinities while it unscales (8), takes the norm (4), clips (8) and writes
 # half-precision parameters (6). Momentum has one moment; Adafactor none, but reads the gradient once more.
 _OPTIMIZER_BYTES = {"adam": (54.0, 28.0), "momentum": (46.0, 20.0), "adafactor": (42.0, 16.0)}  # mixed, float32
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StageWork:
-    """One pipeline stage: `layers` are (work of one, how many), in order; `first` and `last` come once per microbatch.
-
-    `shard_ranks`: the data ranks among which ZeRO divides states, all unless stated. `device_kind`: of a mixed cluster.
-    """
-
-    layers: tuple[tuple[Work, int], ...]
-    data_ranks: int
-    tensor_ranks: int = 1
-    expert_ranks: int = 1
-    shard_ranks: int | None = None
-    device_kind: str = ""
-    first: Work | None = None
-    last: Work | None = None
-
-    @property
-    def owners(self) -> int:
-        """Data ranks among which ZeRO divides states."""
-        return self.shard_ranks or self.data_ranks
-
-    @property
-    def devices(self) -> int:
-        """Devices of this stage."""
-        return self.data_ranks * self.tensor_ranks
-
-    @property
-    def layer_count(self) -> int:
-        """Layers without embedding and head."""
-        return sum(count for _, count in self.layers)
-
-    @property
-    def works(self) -> tuple[tuple[Work, int], ...]:
-        """Everything, in order."""
-        before = ((self.first, 1),) if self.first else ()
-        after = ((self.last, 1),) if self.last else ()
-        return (*before, *self.layers, *after)
-
-    @property
-    def parameters(self) -> float:
-        """Parameters that one device holds before ZeRO divides them."""
-        return sum(work.parameters * count for work, count in self.works)
-
-    @property
-    def expert_parameters(self) -> float:
-        """The part of `parameters` that belongs to experts."""
-        return sum(work.expert_parameters * count for work, count in self.works)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StepPlan:
-    """What holds for all stages."""
-
-    microbatches: int
-    precision: Precision
-    states: StateBytes
-    virtual_stages: int = 1
-    zero_stage: int = 0
-    sequence_parallel: bool = False
-    optimizer: Optimizer = "adam"
-    overlap: OverlapOption = "usual"
-
-    @property
-    def element_bytes(self) -> int:
-        """Of parameters and activations."""
-        return 4 if self.precision == "fp32" else 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -260,9 +187,9 @@ def _stage_time(prices: StagePrices, plan: StepPlan, stage: StageWork, crossings
     ]
     once: list[Communication] = []
     if plan.zero_stage >= 2:
-        comm += _exchange_parts(prices, plan, stage, forward_s=forward_s, backward_s=backward_s)
+        comm += exchange_each_microbatch(prices, plan, stage, forward_s=forward_s, backward_s=backward_s)
     if plan.zero_stage < 3:
-        once = _reduction(prices, plan, stage, forward_s=forward_s, backward_s=backward_s)
+        once = reduce_once(prices, plan, stage, forward_s=forward_s, backward_s=backward_s)
     comm = overlap.share_compute(comm, forward_s + backward_s)
     left_s = forward_s + backward_s - sum(part.hidden_s for part in comm)
     return _StageTime(
@@ -308,58 +235,6 @@ def _send(prices: StagePrices, plan: StepPlan, stage: StageWork, crosses: bool, 
     boundary = max((work.boundary_bytes for work, _ in stage.layers), default=0.0)
     send_s = plan.virtual_stages * prices.send_s(boundary, crosses_node=crosses, split=plan.sequence_parallel)
     return overlap.beside(prices.cluster.overlap, "pipeline", comm_s=send_s, compute_s=compute_s)
-
-
-def _gradients(prices: StagePrices, stage: StageWork, kind: str, bytes_each: float) -> float:
-    """Seconds of one collective over all parameters' gradients, or parameters, of a device."""
-    if stage.owners < stage.data_ranks:
-        return prices.hybrid_gradient_s(kind, stage.parameters * bytes_each)
-    dense_s = prices.dense_gradient_s(kind, (stage.parameters - stage.expert_parameters) * bytes_each)
-    return dense_s + prices.expert_gradient_s(kind, stage.expert_parameters * bytes_each)
-
-
-def _reduction(
-    prices: StagePrices, plan: StepPlan, stage: StageWork, *, forward_s: float, backward_s: float
-) -> list[Communication]:
-    """Once per step: all-reduce of gradients, or a reduce-scatter and the gather of the new parameters."""
-    gradient = plan.states.gradient
-    if plan.zero_stage == 0:
-        comm_s = _gradients(prices, stage, "all-reduce", gradient)
-        return [_in_buckets(prices, stage, "data_parallel", comm_s=comm_s, compute_s=backward_s)]
-    parts = []
-    if plan.zero_stage == 1:
-        comm_s = _gradients(prices, stage, "reduce-scatter", gradient)
-        parts.append(_in_buckets(prices, stage, "data_parallel", comm_s=comm_s, compute_s=backward_s))
-    gather_s = _gradients(prices, stage, "all-gather", plan.element_bytes)
-    return [*parts, _in_buckets(prices, stage, "data_parallel", comm_s=gather_s, compute_s=forward_s)]
-
-
-def _exchange_parts(
-    prices: StagePrices, plan: StepPlan, stage: StageWork, *, forward_s: float, backward_s: float
-) -> list[Communication]:
-    """For every microbatch: gradients to the rank that keeps them; ZeRO 3 gathers parameters in forward and backward."""
-    scatter_s = _gradients(prices, stage, "reduce-scatter", plan.states.gradient)
-    parts = [_in_buckets(prices, stage, "data_parallel", comm_s=scatter_s, compute_s=backward_s)]
-    if plan.zero_stage >= 3:
-        gather_s = _gradients(prices, stage, "all-gather", plan.element_bytes)
-        parts += [
-            _in_buckets(prices, stage, "zero3", comm_s=gather_s, compute_s=compute_s)
-            for compute_s in (forward_s, backward_s)
-        ]
-    return parts
-
-
-def _in_buckets(
-    prices: StagePrices, stage: StageWork, kind: Hidden, *, comm_s: float, compute_s: float
-) -> Communication:
-    """A stage's gradients, or parameters, layer by layer beside the passes of the other layers.
-
-    With n layers, c seconds of communication and b of compute each, the pipe of both ends max(0, c - b) later for every layer
-    after the first, and one layer's communication stands alone at its end: exposed = c + (n - 1) max(0, c - b), so that
-    (n-1)/n min(n c, n b) hides. A single layer has two buckets.
-    """
-    share = 1 - 1 / max(2, stage.layer_count)
-    return overlap.beside(prices.cluster.overlap, kind, comm_s=comm_s, compute_s=share * min(comm_s, compute_s))
 
 
 def _optimizer_s(prices: StagePrices, plan: StepPlan, stage: StageWork) -> float:

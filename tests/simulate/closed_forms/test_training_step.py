@@ -11,7 +11,8 @@ from autopar.cost_model.tiers import Tier
 from autopar.simulate.closed_forms.memory import StateBytes
 from autopar.simulate.closed_forms.operations import Exchange, FusedGroup, MatrixProduct, Work
 from autopar.simulate.closed_forms.prices import InTraining, StagePrices
-from autopar.simulate.closed_forms.training_step import StageWork, StepPlan, predict_step
+from autopar.simulate.closed_forms.stage_work import StageWork, StepPlan
+from autopar.simulate.closed_forms.training_step import predict_step
 
 AS_MEASURED = InTraining()
 PEAKS = {"float16": 1e12, "float32": 1e11}
