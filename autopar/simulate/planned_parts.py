@@ -27,7 +27,7 @@ from autopar.simulate.closed_forms.prices import DTYPES, FITTED_PLANS, InTrainin
 from autopar.simulate.closed_forms.stage_work import Precision
 from autopar.simulate.closed_forms.training_job import TrainingJob
 from autopar.simulate.closed_forms.transformer_shape import TransformerShape
-from autopar.simulate.model_parts import PartProgram, part_program, planned_step, program_key
+from autopar.simulate.model_parts import PartProgram, UnbuildablePart, part_program, planned_step, program_key
 from autopar.simulate.part_plans import PlannedPart, Seconds, has_kernel, plan_part, trace_part
 
 _CLOSED = ("stem", "classifier")
@@ -96,6 +96,8 @@ class PartPlanner:
 
     def predict(self, cluster: Cluster, job: TrainingJob) -> JobPrediction:
         """The prediction of a job. Raises UnbuildablePart, or an AutoparError if the row's plan cannot be stated."""
+        if reason := _closed_column(job):
+            raise UnbuildablePart(reason)
         return predict_with(cluster, job, self.timing(cluster, job), reached=self.reached)
 
     def timing(self, cluster: Cluster, job: TrainingJob) -> Timing:
@@ -154,8 +156,18 @@ def _key_of(cluster: Cluster, part: Part, job: TrainingJob) -> _Key:
     return _Key(cluster.fingerprint(), _as_planned(part), zero_stage, job.precision)
 
 
+def _closed_column(job: TrainingJob) -> str:
+    """The column that only the closed form prices and why; empty if there is none."""
+    if job.context_ranks > 1:
+        fact = f"column 'context_parallel' is {job.context_ranks}"
+        return f"{fact}: models/ builds layers of whole sequences, so only the closed form prices it"
+    return ""
+
+
 def _parts_of(job: TrainingJob) -> list[Part]:
-    """The distinct parts of a job that are planned."""
+    """The distinct parts of a job that are planned; none if a column says that they cannot be."""
+    if _closed_column(job):
+        return []
     found: dict[Part, None] = {}
 
     def note(part: Part, work: Work) -> Work:

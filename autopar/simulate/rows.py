@@ -6,8 +6,9 @@ microbatch and virtual_stages (the fastest that fits is taken), and where a fami
 what these leave open: experts, expert_group, expert_every, experts_per_token, shared_experts, head_width, gated,
 decoder_layers, width_factor, attention (fused or unfused), optimizer (adam, momentum or adafactor), gradients (fp32 or half: the
 format they are added up in), stage_layers (such as 3+3+2: the layers of each stage), stage_kinds (such as a100+v100: of a mixed
-cluster), shard_ranks (the data ranks among which ZeRO divides states; all if empty), overlap (none, gradients or all: what the
-run's framework let hide; else as the cluster file says).
+cluster), shard_ranks (the data ranks among which ZeRO divides states; all if empty), context_parallel (the ranks among which each
+sequence is divided; 1 if empty), context_exchange (all-gather or ring: how these see each other's keys and values), overlap
+(none, gradients or all: what the run's framework let hide; else as the cluster file says).
 
 For wide_resnet, layers is the depth, hidden the base channels, seq_len the image size, vocab the classes, and ffn_hidden
 the width factor (or hidden times it). What can go wrong: a table of another meaning under these names.
@@ -213,6 +214,7 @@ def _job(reader: _Cells, family: str, cluster: Cluster) -> TrainingJob:
     attention = reader.word("attention", ("fused", "unfused"), empty=usual_attention)
     usual = "momentum" if family == "wide_resnet" else "adam"
     data_ranks, tensor_ranks, stages = reader.whole("dp"), reader.whole("tp"), reader.whole("pp")
+    context_ranks = reader.whole("context_parallel", empty=1)
     layers = _stage_layers(reader, len(shape.blocks), stages)
     return TrainingJob(
         shape=shape,
@@ -223,8 +225,10 @@ def _job(reader: _Cells, family: str, cluster: Cluster) -> TrainingJob:
         tensor_ranks=tensor_ranks,
         stages=stages,
         stage_layouts=tuple(StageLayout(count, data_ranks, tensor_ranks) for count in layers),
-        stage_kinds=_stage_kinds(reader, cluster, stages, data_ranks * tensor_ranks),
+        stage_kinds=_stage_kinds(reader, cluster, stages, data_ranks * tensor_ranks * context_ranks),
         shard_ranks=reader.whole_or_none("shard_ranks"),
+        context_ranks=context_ranks,
+        context_exchange=reader.word("context_exchange", ("all-gather", "ring"), empty="all-gather"),  # type: ignore[arg-type]
         virtual_stages=reader.whole_or_none("virtual_stages"),
         expert_ranks=reader.whole("ep", empty=1),
         zero_stage=int(reader.word("zero_stage", ("0", "1", "2", "3"))),

@@ -47,6 +47,38 @@ BAD = [
         "column 'stage_kinds' is 'a100+a100+a100+a100+v100+v100+v100+v100': 4 stages of 8 devices on a100, of which there are 16",
     ),
     ({"shard_ranks": "8"}, "column 'shard_ranks' is 8, but zero_stage is 0, which divides nothing"),
+    (
+        {"context_parallel": "2"},
+        "column 'devices' is 64, but dp x tp x pp x context_parallel is 1 x 8 x 8 x 2 = 128: make them equal",
+    ),
+    (
+        {"context_parallel": "3", "devices": "192"},
+        "column 'context_parallel' is 3: each rank has one piece of both halves of the sequence, so that causal attention is "
+        "even, but 2 x 3 does not divide seq_len = 2048: use one of 2, 4, 1, 8",
+    ),
+    (
+        {"context_parallel": "512", "devices": str(64 * 512)},
+        "column 'context_parallel' is 512, which leaves 4 tokens of a sequence to a rank; tp = 8 does not divide them",
+    ),
+    (
+        {"context_parallel": "2", "devices": "128", "context_exchange": "ring", "attention": "unfused"},
+        "column 'context_exchange' is 'ring', but attention is unfused: a ring adds up blocks by the sums",
+    ),
+    ({"context_parallel": "half"}, "column 'context_parallel' is 'half': write a whole number of at least 1"),
+    ({"context_exchange": "ulysses"}, "column 'context_exchange' is 'ulysses': use one of all-gather, ring"),
+    (
+        {
+            "family": "wide_resnet",
+            "layers": "50",
+            "hidden": "160",
+            "seq_len": "224",
+            "virtual_stages": "1",
+            "recompute": "none",
+            "context_parallel": "2",
+            "devices": "128",
+        },
+        "column 'context_parallel' is 2, but images have no sequence to divide: use 1",
+    ),
     ({"kv_heads": "36"}, "column 'kv_heads' is 36, which does not divide heads = 96"),
     ({"ep": "3"}, "column 'ep' is 3; expert ranks are some of the dp = 1 ranks: use one of its divisors"),
     ({"seq_len": "2050"}, "column 'sequence_parallel' is 1, but tp = 8 does not divide seq_len = 2050"),
@@ -108,7 +140,8 @@ BAD = [
 @pytest.fixture(scope="module")
 def bad_and_good(tmp_path_factory):
     """(what is found in a table of all bad rows, a good one after each; standard error)."""
-    good = GOOD | {"stage_kinds": "", "shard_ranks": ""}
+    optional = ("stage_kinds", "shard_ranks", "context_parallel", "context_exchange", "attention")
+    good = GOOD | dict.fromkeys(optional, "")
     rows = [row for changes, _ in BAD for row in (good | {"id": "bad"} | changes, good)]
     path = table(tmp_path_factory.mktemp("rows") / "rows.csv", *rows)
     with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as errors:

@@ -9,6 +9,9 @@ SMALL = GOOD | SMALL_PLAN | {
     "recompute": "none", "sequence_parallel": "0",
 }  # fmt: skip
 
+USUAL = {"context_parallel": "1", "context_exchange": "ring"}
+"""What columns say that change nothing."""
+
 
 def priced(tmp_path, capsys, *rows: dict[str, str]) -> list[dict]:
     columns = dict.fromkeys(column for row in rows for column in row)
@@ -56,6 +59,11 @@ def test_a_deeper_decoder_is_planned(tmp_path, capsys):
             {"shared_experts": "1", "experts": "4"},
             "column 'shared_experts' is 1: models/ builds a moe without any",
         ),
+        (
+            "gpt",
+            {"context_parallel": "2", "devices": "4"},
+            "column 'context_parallel' is 2: models/ builds layers of whole sequences, so only the closed form prices it",
+        ),
     ],
 )
 def test_what_models_cannot_build_is_priced_in_closed_form_and_says_so(family, changes, text, tmp_path, capsys):
@@ -63,3 +71,10 @@ def test_what_models_cannot_build_is_priced_in_closed_form_and_says_so(family, c
     (row,) = priced(tmp_path, capsys, one)
     assert text in row["not_planned"]
     assert row["predicted_step_s"] == row["closed_form_step_s"]
+
+
+def test_optional_columns_at_their_usual_values_change_nothing(tmp_path, capsys):
+    plan = SMALL | {"devices": "4", "dp": "2", "tp": "2", "pp": "1", "global_batch": "16", "zero_stage": "2"}
+    empty, stated = priced(tmp_path, capsys, plan, plan | USUAL)
+    assert stated["not_planned"] == ""
+    assert stated == empty | {"id": stated["id"]}

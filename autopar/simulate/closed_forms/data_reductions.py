@@ -16,7 +16,7 @@ from autopar.simulate.closed_forms.stage_work import StageWork, StepPlan
 
 def _gradients(prices: StagePrices, stage: StageWork, kind: str, bytes_each: float) -> float:
     """Seconds of one collective over all parameters' gradients, or parameters, of a device."""
-    if stage.owners < stage.data_ranks:
+    if stage.copies > 1:
         return prices.hybrid_gradient_s(kind, stage.parameters * bytes_each)
     dense_s = prices.dense_gradient_s(kind, (stage.parameters - stage.expert_parameters) * bytes_each)
     return dense_s + prices.expert_gradient_s(kind, stage.expert_parameters * bytes_each)

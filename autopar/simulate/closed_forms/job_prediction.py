@@ -191,7 +191,9 @@ def _transformer_stage(
         fused_attention=job.fused_attention,
         element_bytes=job.element_bytes,
         gradient_bytes=int(job.states.gradient),
-        gradient_owners=(job.shard_ranks or layout.data_ranks) if job.zero_stage >= 2 else 1,
+        gradient_owners=(job.shard_ranks or layout.data_ranks) * job.context_ranks if job.zero_stage >= 2 else 1,
+        context_ranks=job.context_ranks,
+        context_exchange=job.context_exchange,
     )
 
     def timed(kind: str, work: Work) -> Work:
@@ -215,6 +217,7 @@ def _transformer_stage(
         data_ranks=layout.data_ranks,
         tensor_ranks=layout.tensor_ranks,
         expert_ranks=split.expert_ranks,
+        context_ranks=job.context_ranks,
         shard_ranks=job.shard_ranks,
         device_kind=place.device_kind,
         first=timed("embedding", embedding_work(shape, split)) if place.first else None,

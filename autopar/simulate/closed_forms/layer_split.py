@@ -13,6 +13,8 @@ from autopar.simulate.closed_forms.operations import Exchange, MatrixProduct, Op
 from autopar.simulate.closed_forms.transformer_shape import TransformerShape
 
 Recompute = Literal["none", "selective", "full"]
+ContextExchange = Literal["all-gather", "ring"]
+"""How ranks that divide the sequence see each other's keys and values; see `attention`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,7 +23,7 @@ class LayerSplit:
 
     `gradient_bytes`: of the buffer that weight gradients are added to, per parameter; `gradient_owners`: the data ranks that
     share it, under ZeRO 2 and 3. `fused_attention`: scores never leave the chip, and backward computes them again inside the
-    kernel.
+    kernel. `context_ranks`: among which the sequence is divided, c in the letters.
     """
 
     samples: float
@@ -33,6 +35,8 @@ class LayerSplit:
     element_bytes: int = 2
     gradient_bytes: int = 4
     gradient_owners: int = 1
+    context_ranks: int = 1
+    context_exchange: ContextExchange = "all-gather"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,9 +48,14 @@ class Pass:
     selective: tuple[Operation, ...] = ()
 
 
+def count_tokens(shape: TransformerShape, split: LayerSplit) -> float:
+    """Tokens of one microbatch on one device, s b / c."""
+    return shape.seq_len * split.samples / split.context_ranks
+
+
 def count_elements(shape: TransformerShape, split: LayerSplit) -> float:
-    """Elements of the hidden states of one microbatch on one device, x = s b h."""
-    return shape.seq_len * split.samples * shape.hidden
+    """Elements of the hidden states of one microbatch on one device, x = s b h / c."""
+    return count_tokens(shape, split) * shape.hidden
 
 
 def token_share(split: LayerSplit) -> float:

@@ -7,6 +7,7 @@ stages per device, m microbatches, L layers. For elements of two bytes and a pla
     sequence parallel                      (s b h/t) (34 + 5 a s/h)
     selective: the scores are not kept     the same without 5 a s/h
     full: only the layer's input           2 s b h, with sequence parallelism 2 s b h/t
+    context parallel                       each of these divided by c: a rank has s/c of the tokens, and scores of s/c by s
 
 in parts: QKV input 2, queries and keys 4, values 2, input of the output product 2, dropout mask 1, both norms 4;
 feed-forward input 2, its first result 8 and the activation 8, dropout mask 1 (times s b h); softmax 2, its dropout 2 and
@@ -42,6 +43,7 @@ class ActivationShape:
     feed_forwards: int = 1
     dispatch_places: int = 0
     tensor_ranks: int = 1
+    context_ranks: int = 1
     sequence_parallel: bool = False
     recompute: Literal["none", "selective", "full"] = "none"
     element_bytes: int = 2
@@ -49,7 +51,8 @@ class ActivationShape:
 
 def layer_activation_bytes(shape: ActivationShape) -> float:
     """Bytes that one block keeps for its backward pass, on one device, for one microbatch."""
-    e, tokens, h, t = shape.element_bytes, shape.seq_len * shape.samples, shape.hidden, shape.tensor_ranks
+    e, h, t = shape.element_bytes, shape.hidden, shape.tensor_ranks
+    tokens = shape.seq_len * shape.samples / shape.context_ranks
     if shape.recompute == "full":
         return e * tokens * h / (t if shape.sequence_parallel else 1)
     kv = (shape.kv_heads or shape.heads) / shape.heads

@@ -13,7 +13,7 @@ import dataclasses
 from typing import Literal
 
 ExchangeKind = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all", "permute"]
-Group = Literal["tensor", "data", "expert"]
+Group = Literal["tensor", "context", "data", "expert"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,8 +50,8 @@ class FusedGroup:
 class Exchange:
     """A collective of a group; `full_bytes` is the larger side on one device.
 
-    `behind`: the work that does not wait for it ("product": an independent matrix product of the same layer). `seconds`, where
-    somebody else, such as a plan, has priced it.
+    `behind`: the work that does not wait for it ("product": an independent matrix product of the same layer, the next one).
+    `seconds`, where somebody else, such as a plan, has priced it.
     """
 
     kind: ExchangeKind

@@ -24,13 +24,15 @@ products."""
 class StageWork:
     """One pipeline stage: `layers` are (work of one, how many), in order; `first` and `last` come once per microbatch.
 
-    `shard_ranks`: the data ranks among which ZeRO divides states, all unless stated. `device_kind`: of a mixed cluster.
+    `shard_ranks`: the data ranks among which ZeRO divides states, all unless stated. `context_ranks` divide the
+    sequence and share states with the data ranks. `device_kind`: of a mixed cluster.
     """
 
     layers: tuple[tuple[Work, int], ...]
     data_ranks: int
     tensor_ranks: int = 1
     expert_ranks: int = 1
+    context_ranks: int = 1
     shard_ranks: int | None = None
     device_kind: str = ""
     first: Work | None = None
@@ -38,13 +40,18 @@ class StageWork:
 
     @property
     def owners(self) -> int:
-        """Data ranks among which ZeRO divides states."""
-        return self.shard_ranks or self.data_ranks
+        """Ranks among which ZeRO divides states: data ranks, each with its context ranks."""
+        return (self.shard_ranks or self.data_ranks) * self.context_ranks
+
+    @property
+    def copies(self) -> int:
+        """How many groups of data ranks hold the states each for itself; 1 but for hybrid sharding."""
+        return self.data_ranks // (self.shard_ranks or self.data_ranks)
 
     @property
     def devices(self) -> int:
         """Devices of this stage."""
-        return self.data_ranks * self.tensor_ranks
+        return self.data_ranks * self.context_ranks * self.tensor_ranks
 
     @property
     def layer_count(self) -> int:

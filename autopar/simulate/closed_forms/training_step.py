@@ -23,7 +23,7 @@ from autopar.cost_model.machine import Cluster, Overlap
 from autopar.cost_model.overlap import Communication, Kind
 from autopar.simulate.closed_forms.data_reductions import exchange_each_microbatch, reduce_once
 from autopar.simulate.closed_forms.memory import layers_in_flight
-from autopar.simulate.closed_forms.operations import Exchange, MatrixProduct, Operation
+from autopar.simulate.closed_forms.operations import Exchange, Group, MatrixProduct, Operation
 from autopar.simulate.closed_forms.prices import DTYPES, FITTED, InTraining, StagePrices
 from autopar.simulate.closed_forms.schedule_time import pipeline_s
 from autopar.simulate.closed_forms.stage_work import OverlapOption, StageWork, StepPlan
@@ -96,6 +96,12 @@ class _StageTime:
         return self.optimizer_s + sum(part.exposed_s for part in self.per_step)
 
 
+_KINDS: Mapping[Group, Kind] = {
+    "tensor": "tensor",
+    "context": "context",
+    "data": "data_parallel",
+    "expert": "expert",
+}
 _Crossings: TypeAlias = tuple[bool | None, bool | None]
 """Whether the boundaries before and after a stage lie between nodes; None where there is none."""
 
@@ -138,7 +144,7 @@ def predict_step(
 
 def _overlap(usual: Overlap, option: OverlapOption) -> Overlap:
     """What a framework's option leaves of the cluster file's overlap."""
-    hidden = dict(usual.hidden)
+    hidden = dict(usual.hidden) | {"context": 1.0}  # a ring's sends beside its blocks of attention; it is made for that
     if option == "none":
         hidden |= {"data_parallel": 0.0, "zero3": 0.0}
     if option in ("gradients", "all"):
@@ -154,8 +160,11 @@ def _machine_of(cluster: Cluster, stage: StageWork) -> Cluster:
 
 
 def _prices(cluster: Cluster, plan: StepPlan, stage: StageWork, total: int, reached: InTraining) -> StagePrices:
-    inner = stage.owners if stage.owners < stage.data_ranks else stage.expert_ranks  # copies of states stand outside
-    mesh = (max(1, total // stage.devices), stage.data_ranks // inner, inner, stage.tensor_ranks)
+    inner = (
+        stage.data_ranks // stage.copies if stage.copies > 1 else stage.expert_ranks
+    )  # copies of states stand outside
+    outer = stage.data_ranks // inner
+    mesh = (max(1, total // stage.devices), outer, inner, stage.context_ranks, stage.tensor_ranks)
     return StagePrices(
         cluster=cluster, dtype=DTYPES[plan.precision], element_bytes=plan.element_bytes, mesh=mesh, reached=reached
     )
@@ -210,14 +219,15 @@ def _run(prices: StagePrices, operations: Sequence[Operation]) -> tuple[float, l
     for number, (operation, seconds) in enumerate(priced):
         if not isinstance(operation, Exchange):
             continue
-        if operation.group != "tensor":
-            comm.append(overlap.alone("expert" if operation.group == "expert" else "data_parallel", seconds))
+        kind = _KINDS[operation.group]
+        if operation.behind == "nothing" and operation.group != "tensor":
+            comm.append(overlap.alone(kind, seconds))
         elif operation.behind == "nothing":
             comm.append(_cut_up(prices, seconds, compute_s / over_tensor))
         else:
             product = next(op for op in operations[number:] if isinstance(op, MatrixProduct))
             other_s = prices.product_s(product)
-            comm.append(overlap.beside(prices.cluster.overlap, "tensor", comm_s=seconds, compute_s=other_s))
+            comm.append(overlap.beside(prices.cluster.overlap, kind, comm_s=seconds, compute_s=other_s))
     return compute_s, comm
 
 

@@ -1,9 +1,10 @@
 """A transformer's layers, embedding and head as operations of one device, from the plan's parameters.
 
 Letters: s sequence, b microbatch (samples), h hidden, a heads, g key-value heads, f feed-forward width, V vocabulary,
-t tensor-parallel ranks, e bytes of an element, x = s b h. Without sequence parallelism layer norms, dropouts and
-residual sums are repeated on all t ranks (r = 1); with it each rank has r = 1/t of the tokens. A block is attention, in
-T5's decoder twice, and a feed-forward; an expert block has a mixture of experts in its place.
+t tensor-parallel ranks, c context-parallel ranks, e bytes of an element, x = s b h / c. Without sequence parallelism layer
+norms, dropouts and residual sums are repeated on all t ranks (r = 1); with it each rank has r = 1/t of the tokens. A block is
+attention, in T5's decoder twice, and a feed-forward; an expert block has a mixture of experts in its place. Context-parallel
+ranks have s/c tokens each in all of this; attention alone needs those of the others.
 
 Tensor parallelism: QKV and the first feed-forward product are split by column, the others by row; one all-reduce of e x
 per sublayer and direction, or with sequence parallelism a reduce-scatter and an all-gather, and in backward one more
@@ -14,12 +15,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from autopar.simulate.closed_forms.attention import attention_pass
+from autopar.simulate.closed_forms.attention import attention_pass, context_buffer_bytes
 from autopar.simulate.closed_forms.layer_split import (
     LayerSplit,
     Pass,
     Recompute,
     count_elements,
+    count_tokens,
     gather,
     join,
     token_share,
@@ -58,8 +60,8 @@ def block_work(shape: TransformerShape, split: LayerSplit, kind: str = "plain") 
         parameters=(total - expert) / split.tensor_ranks + expert_here,
         expert_parameters=expert_here,
         kept_bytes=kept,
-        transient_bytes=whole - kept,
-        boundary_bytes=split.element_bytes * shape.seq_len * split.samples * shape.hidden,
+        transient_bytes=whole - kept + context_buffer_bytes(shape, split),
+        boundary_bytes=split.element_bytes * count_elements(shape, split),
     )
 
 
@@ -79,7 +81,7 @@ def embedding_work(shape: TransformerShape, split: LayerSplit) -> Work:
 def head_work(shape: TransformerShape, split: LayerSplit) -> Work:
     """Last norm, logits split by vocabulary, cross-entropy in float32; the matrix is the embedding's if tied."""
     x, e, r, t = count_elements(shape, split), split.element_bytes, token_share(split), split.tensor_ranks
-    tokens, vocab = shape.seq_len * split.samples, shape.vocab / t
+    tokens, vocab = count_tokens(shape, split), shape.vocab / t
     logits = MatrixProduct(m=tokens, n=vocab, k=shape.hidden)
     forward: list[Operation] = [FusedGroup(2 * e * x * r), *gather(split, e * x), logits]
     forward.append(FusedGroup((_LOSS_BYTES_PER_LOGIT - 8.0) * tokens * vocab))
@@ -98,7 +100,7 @@ def _feed_forward(shape: TransformerShape, split: LayerSplit, *, shape_m: tuple[
     """The dense feed-forward; `shape_m` = (rows, experts here) makes its products batched and leaves out what joins them."""
     x, e, r, t = count_elements(shape, split), split.element_bytes, token_share(split), split.tensor_ranks
     h, f, wide = shape.hidden, shape.ffn_hidden / t, 2 if shape.gated else 1
-    rows, count = shape_m or (shape.seq_len * split.samples, 1.0)
+    rows, count = shape_m or (count_tokens(shape, split), 1.0)
     size = e * h * rows * count
     before = () if shape_m else (FusedGroup(2 * e * x * r),)
     after = () if shape_m else (FusedGroup((3 * e + 1) * x * r),)
@@ -132,7 +134,7 @@ def _experts(shape: TransformerShape, split: LayerSplit) -> Pass:
     One-hot dispatch of T tokens to their k T places is a product (k T, T) x (T, h); its transpose combines.
     """
     x, e, r, k = count_elements(shape, split), split.element_bytes, token_share(split), shape.experts_per_token
-    tokens, h = shape.seq_len * split.samples, shape.hidden
+    tokens, h = count_tokens(shape, split), shape.hidden
     group = shape.expert_group
     rows = k * tokens * split.expert_ranks / shape.experts
     expert = _feed_forward(shape, split, shape_m=(rows, shape.experts / split.expert_ranks))
@@ -166,7 +168,7 @@ def _shared_experts(shape: TransformerShape, split: LayerSplit) -> Pass:
     if not shape.shared_experts:
         return Pass((), ())
     wide = dataclasses.replace(shape, ffn_hidden=shape.shared_experts * shape.ffn_hidden)
-    tokens = shape.seq_len * split.samples
+    tokens = count_tokens(shape, split)
     own, added = (
         _feed_forward(wide, split, shape_m=(tokens, 1.0)),
         FusedGroup(3 * split.element_bytes * count_elements(shape, split)),
@@ -201,6 +203,7 @@ def _activation_shape(
         feed_forwards=shape.experts_per_token + shape.shared_experts if kind == "expert" else 1,
         dispatch_places=shape.experts_per_token * shape.expert_group if kind == "expert" else 0,
         tensor_ranks=split.tensor_ranks,
+        context_ranks=split.context_ranks,
         sequence_parallel=split.sequence_parallel,
         recompute=recompute,
         element_bytes=split.element_bytes,
