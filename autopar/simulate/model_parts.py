@@ -100,10 +100,11 @@ def part_step(part: Part, *, zero_stage: int, precision: str) -> PartStep:
     return planned_step(part, part_program(part, precision=precision), zero_stage=zero_stage)
 
 
-def planned_step(part: Part, program: PartProgram, *, zero_stage: int) -> PartStep:
+def planned_step(part: Part, program: PartProgram, *, zero_stage: int, whole_gradients: bool = False) -> PartStep:
     """A program under a part's plan."""
     axes = _axes(part)
-    return PartStep(program, axes, plan_constraints(part, program.state, axes, zero_stage))
+    constraints = plan_constraints(part, program.state, axes, zero_stage=zero_stage, whole_gradients=whole_gradients)
+    return PartStep(program, axes, constraints)
 
 
 def part_program(part: Part, *, precision: str) -> PartProgram:

@@ -52,7 +52,7 @@ class PartPlanner:
 
     def _plan(self, cluster: Cluster, key: _Key) -> PlannedPart:
         program, traced = self._program(key)
-        step = planned_step(key.part, program, zero_stage=key.zero_stage)
+        step = planned_step(key.part, program, zero_stage=key.zero_stage, whole_gradients=key.whole_gradients)
         return plan_part(cluster, key.part, step, zero_stage=key.zero_stage, traced=traced)
 
     def _program(self, key: _Key) -> tuple[PartProgram, TracedStep]:
@@ -141,19 +141,30 @@ class PartPlanner:
         return found.contraction_s * convolutions / self.reached.matrix + found.other_s / self.reached.memory
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Key:
     """What decides a part's plan."""
 
     cluster: str
     part: Part
     zero_stage: int
+    whole_gradients: bool
     precision: Precision
 
 
 def _key_of(cluster: Cluster, part: Part, job: TrainingJob) -> _Key:
-    zero_stage = job.zero_stage if job.zero_stage >= 2 else 0
-    return _Key(cluster.fingerprint(), _as_planned(part), zero_stage, job.precision)
+    return _Key(
+        cluster=cluster.fingerprint(),
+        part=_as_planned(part),
+        zero_stage=job.zero_stage if _divides(job) else 0,
+        whole_gradients=_divides(job) and not job.divides_gradients,
+        precision=job.precision,
+    )
+
+
+def _divides(job: TrainingJob) -> bool:
+    """Whether data ranks keep parts of parameters or gradients, so that it shows in one microbatch."""
+    return job.zero_stage >= 3 or job.divides_gradients
 
 
 def _closed_column(job: TrainingJob) -> str:
@@ -186,11 +197,11 @@ def _machine_of(cluster: Cluster, part: Part) -> Cluster:
 def _as_priced(part: Part, job: TrainingJob) -> Part:
     """The part on as many data ranks as make a difference to its price.
 
-    Without ZeRO 2 or 3 one rank does what all do, and what is summed over them comes once a step, in closed form. The ranks among
-    which experts are shared are left.
+    Where data ranks keep nothing in parts one rank does what all do, and what is summed over them comes once a step or once a
+    microbatch, in closed form. The ranks among which experts are shared are left.
     """
     experts = part.split.expert_ranks if isinstance(part.split, LayerSplit) else 1
-    if job.zero_stage >= 2 or part.split.samples != round(part.split.samples):
+    if _divides(job) or part.split.samples != round(part.split.samples):
         return part
     return dataclasses.replace(part, data_ranks=min(part.data_ranks, experts))
 

@@ -7,8 +7,9 @@ what these leave open: experts, expert_group, expert_every, experts_per_token, s
 decoder_layers, width_factor, attention (fused or unfused), optimizer (adam, momentum or adafactor), gradients (fp32 or half: the
 format they are added up in), stage_layers (such as 3+3+2: the layers of each stage), stage_kinds (such as a100+v100: of a mixed
 cluster), shard_ranks (the data ranks among which ZeRO divides states; all if empty), context_parallel (the ranks among which each
-sequence is divided; 1 if empty), context_exchange (all-gather or ring: how these see each other's keys and values), overlap
-(none, gradients or all: what the run's framework let hide; else as the cluster file says).
+sequence is divided; 1 if empty), context_exchange (all-gather or ring: how these see each other's keys and values),
+reduce_gradients (once a step, or in each microbatch, as under ZeRO 2 and 3 if it is empty), overlap (none, gradients or all: what
+the run's framework let hide; else as the cluster file says).
 
 For wide_resnet, layers is the depth, hidden the base channels, seq_len the image size, vocab the classes, and ffn_hidden
 the width factor (or hidden times it). What can go wrong: a table of another meaning under these names.
@@ -231,6 +232,7 @@ def _job(reader: _Cells, family: str, cluster: Cluster) -> TrainingJob:
         context_exchange=reader.word("context_exchange", ("all-gather", "ring"), empty="all-gather"),  # type: ignore[arg-type]
         virtual_stages=reader.whole_or_none("virtual_stages"),
         expert_ranks=reader.whole("ep", empty=1),
+        reduce_gradients=reader.word("reduce_gradients", ("once", "each"), empty="usual"),  # type: ignore[arg-type]
         zero_stage=int(reader.word("zero_stage", ("0", "1", "2", "3"))),
         recompute=reader.word("recompute", ("none", "selective", "full")),  # type: ignore[arg-type]
         sequence_parallel=reader.word("sequence_parallel", (*_NO, *_YES), empty="0") in _YES,

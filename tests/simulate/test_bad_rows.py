@@ -65,6 +65,7 @@ BAD = [
         "column 'context_exchange' is 'ring', but attention is unfused: a ring adds up blocks by the sums",
     ),
     ({"context_parallel": "half"}, "column 'context_parallel' is 'half': write a whole number of at least 1"),
+    ({"reduce_gradients": "never"}, "column 'reduce_gradients' is 'never': use one of once, each"),
     ({"context_exchange": "ulysses"}, "column 'context_exchange' is 'ulysses': use one of all-gather, ring"),
     (
         {
@@ -140,7 +141,7 @@ BAD = [
 @pytest.fixture(scope="module")
 def bad_and_good(tmp_path_factory):
     """(what is found in a table of all bad rows, a good one after each; standard error)."""
-    optional = ("stage_kinds", "shard_ranks", "context_parallel", "context_exchange", "attention")
+    optional = ("stage_kinds", "shard_ranks", "context_parallel", "context_exchange", "attention", "reduce_gradients")
     good = GOOD | dict.fromkeys(optional, "")
     rows = [row for changes, _ in BAD for row in (good | {"id": "bad"} | changes, good)]
     path = table(tmp_path_factory.mktemp("rows") / "rows.csv", *rows)

@@ -9,7 +9,7 @@ SMALL = GOOD | SMALL_PLAN | {
     "recompute": "none", "sequence_parallel": "0",
 }  # fmt: skip
 
-USUAL = {"context_parallel": "1", "context_exchange": "ring"}
+USUAL = {"context_parallel": "1", "context_exchange": "ring", "reduce_gradients": "each"}
 """What columns say that change nothing."""
 
 

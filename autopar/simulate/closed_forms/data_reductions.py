@@ -25,15 +25,10 @@ def _gradients(prices: StagePrices, stage: StageWork, kind: str, bytes_each: flo
 def reduce_once(
     prices: StagePrices, plan: StepPlan, stage: StageWork, *, forward_s: float, backward_s: float
 ) -> list[Communication]:
-    """Once per step: all-reduce of gradients, or a reduce-scatter and the gather of the new parameters."""
-    gradient = plan.states.gradient
-    if plan.zero_stage == 0:
-        comm_s = _gradients(prices, stage, "all-reduce", gradient)
-        return [_in_buckets(prices, stage, "data_parallel", comm_s=comm_s, compute_s=backward_s)]
-    parts = []
-    if plan.zero_stage == 1:
-        comm_s = _gradients(prices, stage, "reduce-scatter", gradient)
-        parts.append(_in_buckets(prices, stage, "data_parallel", comm_s=comm_s, compute_s=backward_s))
+    """Once per step: the reduction of gradients, unless every microbatch has its own, and ZeRO's gather of the new parameters."""
+    parts = [] if plan.reduces_each else [_reduction(prices, plan, stage, backward_s)]
+    if plan.zero_stage not in (1, 2):
+        return parts
     gather_s = _gradients(prices, stage, "all-gather", plan.element_bytes)
     return [*parts, _in_buckets(prices, stage, "data_parallel", comm_s=gather_s, compute_s=forward_s)]
 
@@ -41,9 +36,8 @@ def reduce_once(
 def exchange_each_microbatch(
     prices: StagePrices, plan: StepPlan, stage: StageWork, *, forward_s: float, backward_s: float
 ) -> list[Communication]:
-    """For every microbatch: gradients to the rank that keeps them; ZeRO 3 gathers parameters in forward and backward."""
-    scatter_s = _gradients(prices, stage, "reduce-scatter", plan.states.gradient)
-    parts = [_in_buckets(prices, stage, "data_parallel", comm_s=scatter_s, compute_s=backward_s)]
+    """For every microbatch: the reduction of its gradients, if it has one; ZeRO 3 gathers parameters in forward and backward."""
+    parts = [_reduction(prices, plan, stage, backward_s)] if plan.reduces_each else []
     if plan.zero_stage >= 3:
         gather_s = _gradients(prices, stage, "all-gather", plan.element_bytes)
         parts += [
@@ -51,6 +45,13 @@ def exchange_each_microbatch(
             for compute_s in (forward_s, backward_s)
         ]
     return parts
+
+
+def _reduction(prices: StagePrices, plan: StepPlan, stage: StageWork, backward_s: float) -> Communication:
+    """Gradients to all ranks, or under ZeRO to those that update them."""
+    kind = "reduce-scatter" if plan.zero_stage else "all-reduce"
+    comm_s = _gradients(prices, stage, kind, plan.states.gradient)
+    return _in_buckets(prices, stage, "data_parallel", comm_s=comm_s, compute_s=backward_s)
 
 
 def _in_buckets(

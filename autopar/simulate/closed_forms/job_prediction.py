@@ -107,6 +107,7 @@ def step_plan(job: TrainingJob) -> StepPlan:
         sequence_parallel=job.sequence_parallel,
         optimizer=job.optimizer,
         overlap=job.overlap,
+        reduce_gradients=job.reduce_gradients,
     )
 
 
@@ -191,7 +192,7 @@ def _transformer_stage(
         fused_attention=job.fused_attention,
         element_bytes=job.element_bytes,
         gradient_bytes=int(job.states.gradient),
-        gradient_owners=(job.shard_ranks or layout.data_ranks) * job.context_ranks if job.zero_stage >= 2 else 1,
+        gradient_owners=(job.shard_ranks or layout.data_ranks) * job.context_ranks if job.divides_gradients else 1,
         context_ranks=job.context_ranks,
         context_exchange=job.context_exchange,
     )

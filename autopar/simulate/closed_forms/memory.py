@@ -78,12 +78,15 @@ class StateBytes:
     gradient: float = 2.0
     optimizer: float = 12.0
 
-    def per_parameter(self, zero_stage: int, data_ranks: int) -> float:
-        """Bytes on one of `data_ranks`: ZeRO 1 divides the optimizer's, 2 also gradients, 3 also parameters."""
+    def per_parameter(self, zero_stage: int, data_ranks: int, *, whole_gradients: bool = False) -> float:
+        """Bytes on one of `data_ranks`: ZeRO 1 divides the optimizer's, 2 also gradients, 3 also parameters.
+
+        `whole_gradients`: they are added up on every rank and divided once a step, so ZeRO saves nothing of them.
+        """
         d = data_ranks
         return (
             self.parameter / (d if zero_stage >= 3 else 1)
-            + self.gradient / (d if zero_stage >= 2 else 1)
+            + self.gradient / (d if zero_stage >= 2 and not whole_gradients else 1)
             + self.optimizer / (d if zero_stage >= 1 else 1)
         )
 

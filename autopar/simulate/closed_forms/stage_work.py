@@ -18,6 +18,9 @@ OverlapOption = Literal["usual", "none", "gradients", "all"]
 """What a run's framework lets hide: as the cluster file says; nothing over data ranks, whose reductions begin when the last
 backward pass has ended; gradients and parameters, bucket by bucket; these and tensor-parallel collectives, cut up with their
 products."""
+ReduceOption = Literal["usual", "once", "each"]
+"""When gradients are summed over data ranks: as ZeRO needs it, for every microbatch of ZeRO 2 and 3 and else once a step; once a
+step, until when each rank adds up all of them (PyTorch's `no_sync`); in every microbatch."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,8 +91,19 @@ class StepPlan:
     sequence_parallel: bool = False
     optimizer: Optimizer = "adam"
     overlap: OverlapOption = "usual"
+    reduce_gradients: ReduceOption = "usual"
 
     @property
     def element_bytes(self) -> int:
         """Of parameters and activations."""
         return 4 if self.precision == "fp32" else 2
+
+    @property
+    def reduces_each(self) -> bool:
+        """Whether every microbatch sums gradients over data ranks."""
+        return self.zero_stage >= 2 if self.reduce_gradients == "usual" else self.reduce_gradients == "each"
+
+    @property
+    def whole_gradients(self) -> bool:
+        """Whether every rank adds up all gradients of its microbatches; only ZeRO 2 and 3 can do with a part."""
+        return self.zero_stage < 2 or not self.reduces_each

@@ -18,7 +18,7 @@ from autopar.simulate.closed_forms.residual_network import (
     BLOCKS_PER_STAGE,
     ResidualNetworkShape,
 )
-from autopar.simulate.closed_forms.stage_work import Optimizer, OverlapOption, Precision
+from autopar.simulate.closed_forms.stage_work import Optimizer, OverlapOption, Precision, ReduceOption
 from autopar.simulate.closed_forms.transformer_shape import TransformerShape
 
 
@@ -40,7 +40,7 @@ class TrainingJob:
     states, all of them unless it is stated; the others hold copies (hybrid sharding, Zhao et al. 2023, PyTorch FSDP).
     `context_ranks`: among which each sequence is divided; they share states as data ranks do. `context_exchange`: how they see
     each other's keys and values, gathered (Llama Team 2024, arXiv 2407.21783, section 3.3.2) or in a ring beside the blocks of
-    attention (Liu et al. 2023, arXiv 2310.01889).
+    attention (Liu et al. 2023, arXiv 2310.01889). `reduce_gradients`: over data ranks, once a step or in every microbatch.
     """
 
     shape: TransformerShape | ResidualNetworkShape
@@ -65,6 +65,7 @@ class TrainingJob:
     shard_ranks: int | None = None
     context_ranks: int = 1
     context_exchange: ContextExchange = "all-gather"
+    reduce_gradients: ReduceOption = "usual"
 
     @property
     def microbatches(self) -> int:
@@ -92,6 +93,11 @@ class TrainingJob:
     def states(self) -> StateBytes:
         """Formats of parameters, gradients and optimizer state."""
         return states_of(self.precision, optimizer=self.optimizer, accumulate_fp32=self.accumulate_fp32)
+
+    @property
+    def divides_gradients(self) -> bool:
+        """Whether a data rank keeps only its part of the gradients: ZeRO 2 and 3, unless they are reduced once a step."""
+        return self.zero_stage >= 2 and self.reduce_gradients != "once"
 
     @property
     def model_flops(self) -> float:

@@ -7,8 +7,8 @@ backward with what is recomputed, exposed collectives and sends included,
     step = pipeline(F_i + B_i) + max_i (gradient reduction that backward does not hide + optimizer)
 
 The pipeline's time is that of `schedule_time`, the hiding that of `overlap`, the bytes those of `memory`. Gradients are
-reduced once per step, or for ZeRO 2 and 3, which keep only a part of them, for every microbatch. What can go wrong: a stage
-whose layers differ much in memory: the peak takes a mean layer for interleaved schedules.
+reduced once per step, or for ZeRO 2 and 3, which keep only a part of them, for every microbatch, unless the plan says when.
+What can go wrong: a stage whose layers differ much in memory: the peak takes a mean layer for interleaved schedules.
 """
 
 from __future__ import annotations
@@ -194,11 +194,8 @@ def _stage_time(prices: StagePrices, plan: StepPlan, stage: StageWork, crossings
     comm += [
         _send(prices, plan, stage, crosses, forward_s + backward_s) for crosses in crossings if crosses is not None
     ]
-    once: list[Communication] = []
-    if plan.zero_stage >= 2:
-        comm += exchange_each_microbatch(prices, plan, stage, forward_s=forward_s, backward_s=backward_s)
-    if plan.zero_stage < 3:
-        once = reduce_once(prices, plan, stage, forward_s=forward_s, backward_s=backward_s)
+    comm += exchange_each_microbatch(prices, plan, stage, forward_s=forward_s, backward_s=backward_s)
+    once = reduce_once(prices, plan, stage, forward_s=forward_s, backward_s=backward_s)
     comm = overlap.share_compute(comm, forward_s + backward_s)
     left_s = forward_s + backward_s - sum(part.hidden_s for part in comm)
     return _StageTime(
@@ -256,8 +253,11 @@ def _optimizer_s(prices: StagePrices, plan: StepPlan, stage: StageWork) -> float
 
 def _memory(plan: StepPlan, stages: Sequence[StageWork], index: int) -> MemoryPrediction:
     stage = stages[index]
-    per_dense = plan.states.per_parameter(plan.zero_stage, stage.owners)
-    per_expert = plan.states.per_parameter(plan.zero_stage, max(1, stage.owners // stage.expert_ranks))
+    owners_of_experts = max(1, stage.owners // stage.expert_ranks)
+    per_dense, per_expert = (
+        plan.states.per_parameter(plan.zero_stage, owners, whole_gradients=plan.whole_gradients)
+        for owners in (stage.owners, owners_of_experts)
+    )
     states = (stage.parameters - stage.expert_parameters) * per_dense + stage.expert_parameters * per_expert
     layers = sum(work.parameters * count for work, count in stage.layers) * per_dense
     count = max(1, stage.layer_count)

@@ -138,17 +138,21 @@ def test_one_rank_has_the_whole_sequence_whatever_the_exchange(cluster, job, exc
     assert step(cluster, job, context_exchange=exchange) == step(cluster, job)
 
 
-@given(rows(stages=(1,)), st.sampled_from((2, 4, 8)), st.integers(0, 3))
+@given(rows(stages=(1,)), st.sampled_from((2, 4)), st.integers(0, 3), st.booleans())
 @settings(max_examples=25, deadline=None)
-def test_gradients_are_reduced_over_data_and_context_ranks(job, ranks, zero_stage):
-    """As over as many data ranks, on the same devices."""
+def test_gradients_are_reduced_over_data_and_context_ranks(job, ranks, zero_stage, hybrid):
+    """As over as many data ranks, on the same devices; of hybrid sharding each data rank's context ranks are a group."""
     job = dataclasses.replace(
-        divided(job, 1), data_ranks=1, tensor_ranks=1, devices=1, sequence_parallel=False, zero_stage=zero_stage,
-        global_batch=8 * job.microbatch, overlap="none",
+        divided(job, 1), data_ranks=2, tensor_ranks=1, devices=2, sequence_parallel=False, zero_stage=zero_stage,
+        global_batch=16 * job.microbatch, overlap="none",
+        shard_ranks=1 if hybrid and zero_stage else None,
     )  # fmt: skip
     cluster = preset("dgx-h100")
     context = step(cluster, divided(job, ranks))
-    data = step(cluster, job, data_ranks=ranks, devices=ranks, global_batch=ranks * job.global_batch)
+    data = step(
+        cluster, job, data_ranks=2 * ranks, devices=2 * ranks, global_batch=ranks * job.global_batch,
+        shard_ranks=ranks if job.shard_ranks else None,
+    )  # fmt: skip
     for kind in ("data_parallel", "zero3"):
         assert context.communication[kind].total_s == pytest.approx(data.communication[kind].total_s)
     assert context.optimizer_s == pytest.approx(data.optimizer_s)
