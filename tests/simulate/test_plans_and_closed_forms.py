@@ -1,4 +1,4 @@
-"""Two ways to one price: over dp x ZeRO x tp x pp x recomputation x sequence parallelism x reductions plans and closed form agree."""
+"""Two ways to a price: over dp, ZeRO, tp, pp, recomputation, sequence parallelism and reductions plans and closed form agree."""
 
 import dataclasses
 import itertools
