@@ -25,8 +25,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from autopar.cost_model.hardware import Cluster, find_cluster
+from autopar.cost_model.hardware import PRESETS, Cluster, find_cluster
 from autopar.errors import ArgumentError
+from autopar.simulate.closed_forms.prices import NARROW, multiplies_narrow
 from autopar.simulate.closed_forms.residual_network import ResidualNetworkShape
 from autopar.simulate.closed_forms.training_job import KNOWN_DEPTHS, StageLayout, TrainingJob, problems
 from autopar.simulate.closed_forms.transformer_shape import TransformerShape
@@ -210,13 +211,16 @@ class _Cells:
 
 def _job(reader: _Cells, family: str, cluster: Cluster) -> TrainingJob:
     shape = _images(reader) if family == "wide_resnet" else _transformer(reader, family)
-    precision = reader.word("precision", ("fp16", "bf16", "fp32"))
+    precision = reader.word("precision", ("fp16", "bf16", "fp32", "fp8"))
     usual_attention = "fused" if cluster.device.fused_attention else "unfused"
     attention = reader.word("attention", ("fused", "unfused"), empty=usual_attention)
     usual = "momentum" if family == "wide_resnet" else "adam"
     data_ranks, tensor_ranks, stages = reader.whole("dp"), reader.whole("tp"), reader.whole("pp")
     context_ranks = reader.whole("context_parallel", empty=1)
     layers = _stage_layers(reader, len(shape.blocks), stages)
+    stage_kinds = _stage_kinds(reader, cluster, stages, data_ranks * tensor_ranks * context_ranks)
+    if precision == "fp8":
+        _check_narrow([cluster.of_kind(kind) for kind in stage_kinds] or [cluster])
     return TrainingJob(
         shape=shape,
         devices=reader.whole("devices"),
@@ -226,7 +230,7 @@ def _job(reader: _Cells, family: str, cluster: Cluster) -> TrainingJob:
         tensor_ranks=tensor_ranks,
         stages=stages,
         stage_layouts=tuple(StageLayout(count, data_ranks, tensor_ranks) for count in layers),
-        stage_kinds=_stage_kinds(reader, cluster, stages, data_ranks * tensor_ranks * context_ranks),
+        stage_kinds=stage_kinds,
         shard_ranks=reader.whole_or_none("shard_ranks"),
         context_ranks=context_ranks,
         context_exchange=reader.word("context_exchange", ("all-gather", "ring"), empty="all-gather"),  # type: ignore[arg-type]
@@ -242,6 +246,16 @@ def _job(reader: _Cells, family: str, cluster: Cluster) -> TrainingJob:
         overlap=reader.word("overlap", ("usual", "none", "gradients", "all"), empty="usual"),  # type: ignore[arg-type]
         optimizer=reader.word("optimizer", ("adam", "momentum", "adafactor"), empty=usual),  # type: ignore[arg-type]
     )
+
+
+def _check_narrow(clusters: Iterable[Cluster]) -> None:
+    """Raise RowError for a cluster whose file does not say what 8-bit products reach."""
+    for cluster in clusters:
+        if not multiplies_narrow(cluster):
+            known = ", ".join(dict.fromkeys(other.name for other in PRESETS.values() if multiplies_narrow(other)))
+            text = f"is 'fp8', but the cluster file of {cluster.name} does not say what {cluster.device.name} reaches in it: use "
+            fix = f"bf16, or one of {known}, or state {NARROW} in peak_flops_per_s and matrix_efficiency of a file of yours"
+            raise RowError(_join_problems([("precision", text + fix)]))
 
 
 def _stage_layers(reader: _Cells, layers: int, stages: int) -> tuple[int, ...]:

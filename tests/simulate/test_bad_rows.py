@@ -27,7 +27,25 @@ BAD = [
     ({"family": "rnn"}, "column 'family' is 'rnn': use one of gpt, llama, moe, t5, wide_resnet, bert"),
     ({"recompute": "some"}, "column 'recompute' is 'some': use one of none, selective, full"),
     ({"zero_stage": "4"}, "column 'zero_stage' is '4': use one of 0, 1, 2, 3"),
-    ({"precision": "fp8"}, "column 'precision' is 'fp8': use one of fp16, bf16, fp32"),
+    ({"precision": "fp4"}, "column 'precision' is 'fp4': use one of fp16, bf16, fp32, fp8"),
+    (
+        {"precision": "fp8"},
+        "column 'precision' is 'fp8', but the cluster file of dgx-a100-80gb does not say what A100-SXM4-80GB reaches in it: use "
+        "bf16, or one of a3-mega, b200, dgx-h100, dgx-h200, gb200-nvl72, gb300-nvl72, h200, or state float8 in peak_flops_per_s",
+    ),
+    (
+        {
+            "family": "wide_resnet",
+            "layers": "50",
+            "hidden": "160",
+            "seq_len": "224",
+            "virtual_stages": "1",
+            "recompute": "none",
+            "cluster": "dgx-h100",
+            "precision": "fp8",
+        },
+        "column 'precision' is 'fp8', but convolutions have no price in it: use bf16",
+    ),
     (
         {"global_batch": "63", "microbatch": "2"},
         "column 'global_batch' is 63, which dp x microbatch = 1 x 2 = 2 does not divide",

@@ -64,6 +64,11 @@ def test_a_deeper_decoder_is_planned(tmp_path, capsys):
             {"context_parallel": "2", "devices": "4"},
             "column 'context_parallel' is 2: models/ builds layers of whole sequences, so only the closed form prices it",
         ),
+        (
+            "gpt",
+            {"precision": "fp8", "cluster": "dgx-h100"},
+            "column 'precision' is 'fp8': models/ multiplies in bf16, so only the closed form prices casts and 8-bit products",
+        ),
     ],
 )
 def test_what_models_cannot_build_is_priced_in_closed_form_and_says_so(family, changes, text, tmp_path, capsys):

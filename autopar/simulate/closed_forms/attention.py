@@ -26,6 +26,8 @@ from autopar.simulate.closed_forms.layer_split import (
     count_tokens,
     gather,
     join,
+    linear,
+    linear_backward,
     token_share,
     weight_gradient,
 )
@@ -48,24 +50,24 @@ def attention_pass(shape: TransformerShape, split: LayerSplit, *, causal: bool |
     forward: tuple[Operation, ...] = (
         FusedGroup(2 * e * x * r),  # norm
         *gather(split, e * x),
-        MatrixProduct(m=tokens, n=qkv, k=h),
+        *linear(split, tokens, qkv, h),
         FusedGroup(2 * e * tokens * qkv),  # bias, heads to the front
         *core.forward,
-        MatrixProduct(m=tokens, n=h, k=heads),
+        *linear(split, tokens, h, heads),
         *join(split, e * x),
         FusedGroup((3 * e + 1) * x * r),  # bias, dropout, residual sum
     )
     backward: tuple[Operation, ...] = (
         FusedGroup((3 * e + 1) * x * r),  # dropout; gradient of the bias
         *gather(split, e * x),
-        MatrixProduct(m=tokens, n=heads, k=h),
-        weight_gradient(split, heads, h, tokens),
+        *linear_backward(split, tokens, heads, h),
+        weight_gradient(split, heads, h, tokens, narrow=split.narrow_products),
         *core.backward,
         FusedGroup(3 * e * tokens * qkv),  # heads back, gradient of the bias
         *gather(split, e * x, behind=True),
-        MatrixProduct(m=tokens, n=h, k=qkv),
+        *linear_backward(split, tokens, h, qkv),
         *join(split, e * x, behind=True),
-        weight_gradient(split, h, qkv, tokens),
+        weight_gradient(split, h, qkv, tokens, narrow=split.narrow_products),
         FusedGroup(8 * e * x * r),  # norm, its weights, residual sum
     )
     return Pass(forward, backward, core.selective)

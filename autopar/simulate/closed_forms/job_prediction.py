@@ -183,19 +183,7 @@ def _transformer_stage(
     place: _Place,
     timing: Timing,
 ) -> StageWork:
-    split = LayerSplit(
-        samples=_samples(job, layout),
-        tensor_ranks=layout.tensor_ranks,
-        expert_ranks=min(job.expert_ranks, layout.data_ranks),
-        sequence_parallel=job.sequence_parallel,
-        recompute=job.recompute,
-        fused_attention=job.fused_attention,
-        element_bytes=job.element_bytes,
-        gradient_bytes=int(job.states.gradient),
-        gradient_owners=(job.shard_ranks or layout.data_ranks) * job.context_ranks if job.divides_gradients else 1,
-        context_ranks=job.context_ranks,
-        context_exchange=job.context_exchange,
-    )
+    split = _layer_split(job, layout)
 
     def timed(kind: str, work: Work) -> Work:
         return timing(
@@ -223,6 +211,24 @@ def _transformer_stage(
         device_kind=place.device_kind,
         first=timed("embedding", embedding_work(shape, split)) if place.first else None,
         last=head,
+    )
+
+
+def _layer_split(job: TrainingJob, layout: StageLayout) -> LayerSplit:
+    """How the ranks of a stage divide its layers."""
+    return LayerSplit(
+        samples=_samples(job, layout),
+        tensor_ranks=layout.tensor_ranks,
+        expert_ranks=min(job.expert_ranks, layout.data_ranks),
+        sequence_parallel=job.sequence_parallel,
+        recompute=job.recompute,
+        fused_attention=job.fused_attention,
+        element_bytes=job.element_bytes,
+        gradient_bytes=int(job.states.gradient),
+        gradient_owners=(job.shard_ranks or layout.data_ranks) * job.context_ranks if job.divides_gradients else 1,
+        context_ranks=job.context_ranks,
+        context_exchange=job.context_exchange,
+        narrow_products=job.precision == "fp8",
     )
 
 

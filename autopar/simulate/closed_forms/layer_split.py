@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from autopar.simulate.closed_forms.operations import Exchange, MatrixProduct, Operation
+from autopar.simulate.closed_forms.operations import Exchange, FusedGroup, MatrixProduct, Operation
 from autopar.simulate.closed_forms.transformer_shape import TransformerShape
 
 Recompute = Literal["none", "selective", "full"]
@@ -24,6 +24,7 @@ class LayerSplit:
     `gradient_bytes`: of the buffer that weight gradients are added to, per parameter; `gradient_owners`: the data ranks that
     share it, under ZeRO 2 and 3. `fused_attention`: scores never leave the chip, and backward computes them again inside the
     kernel. `context_ranks`: among which the sequence is divided, c in the letters.
+    `narrow_products`: those of linear layers have operands of 8 bits.
     """
 
     samples: float
@@ -37,6 +38,7 @@ class LayerSplit:
     gradient_owners: int = 1
     context_ranks: int = 1
     context_exchange: ContextExchange = "all-gather"
+    narrow_products: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,9 +82,35 @@ def gather(split: LayerSplit, full_bytes: float, *, behind: bool = False) -> tup
     )
 
 
-def weight_gradient(split: LayerSplit, m: float, n: float, k: float, batch: float = 1.0) -> MatrixProduct:
-    """x^T dy, added to the accumulated gradient: that is read and written in its own format, or each rank's share of it."""
+def weight_gradient(
+    split: LayerSplit, m: float, n: float, k: float, batch: float = 1.0, *, narrow: bool = False
+) -> MatrixProduct:
+    """x^T dy, added to the accumulated gradient: that is read and written in its own format, or each rank's share of it.
+
+    `narrow`: both operands have been cast for other products.
+    """
     extra = batch * m * n * (2 * split.gradient_bytes - split.element_bytes)
     if split.gradient_owners > 1:  # the product's own result is written, and its share of the sum over ranks read
         extra = batch * m * n * (2 * split.gradient_bytes + split.element_bytes) / split.gradient_owners
-    return MatrixProduct(m=m, n=n, k=k, batch=batch, extra_bytes=extra)
+    return MatrixProduct(m=m, n=n, k=k, batch=batch, extra_bytes=extra, narrow=narrow)
+
+
+def linear(split: LayerSplit, m: float, n: float, k: float, batch: float = 1.0) -> tuple[Operation, ...]:
+    """x w with x (m, k) and w (k, n), both cast before if products are narrow."""
+    casts = (*_cast(split, batch * m * k), *_cast(split, batch * k * n)) if split.narrow_products else ()
+    return (*casts, MatrixProduct(m=m, n=n, k=k, batch=batch, narrow=split.narrow_products))
+
+
+def linear_backward(split: LayerSplit, m: float, n: float, k: float, batch: float = 1.0) -> tuple[Operation, ...]:
+    """dy w^T with dy (m, k); dy is cast before if products are narrow, w and x have been in forward."""
+    casts = _cast(split, batch * m * k) if split.narrow_products else ()
+    return (*casts, MatrixProduct(m=m, n=n, k=k, batch=batch, narrow=split.narrow_products))
+
+
+def _cast(split: LayerSplit, elements: float) -> tuple[Operation, ...]:
+    """Two kernels: the largest magnitude, for the scale; then the cast, in rows and in columns.
+
+    So Transformer Engine does with current scaling (its user guide, "FP8 Current Scaling": two reads for each quantization), as
+    tensor cores of Hopper contract 8-bit operands along rows alone. Micikevicius et al. 2022 (arXiv 2209.05433) has the formats.
+    """
+    return FusedGroup(split.element_bytes * elements), FusedGroup((split.element_bytes + 2.0) * elements)

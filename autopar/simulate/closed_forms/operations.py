@@ -22,7 +22,7 @@ class MatrixProduct:
 
     `convolution`: m positions, n channels and k = window x channels of one, in whatever order its pass contracts them.
     `attention`: these are the products of a fused attention kernel, its forward or its backward one: m queries of width k, of
-    which each sees n keys in the mean.
+    which each sees n keys in the mean. `narrow`: its operands are of 8 bits, its result is not.
     """
 
     m: float
@@ -32,6 +32,7 @@ class MatrixProduct:
     extra_bytes: float = 0.0
     convolution: bool = False
     attention: Literal["", "forward", "backward"] = ""
+    narrow: bool = False
 
     @property
     def flops(self) -> float:

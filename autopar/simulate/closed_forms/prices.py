@@ -37,7 +37,9 @@ FITTED = InTraining(matrix=0.94)
 FITTED_PLANS = InTraining(matrix=0.94, memory=0.75)
 """The same where a planner's plans say what the parts of a step do. Its kernels merge more than those of the frameworks, so they
 move fewer bytes: `memory` is what makes both ways agree in the mean over a grid of plans (test_plans_and_closed_forms)."""
-DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp8": "bfloat16"}
+"""The format of products in each precision; under fp8 of those that are not `narrow`."""
+NARROW = "float8"
 _DATA, _EXPERT, _CONTEXT, _TENSOR = 1, 2, 3, 4
 _AXES: dict[Group, tuple[int, ...]] = {
     "tensor": (_TENSOR,),
@@ -45,6 +47,12 @@ _AXES: dict[Group, tuple[int, ...]] = {
     "expert": (_EXPERT,),
     "data": (_DATA, _EXPERT, _CONTEXT),
 }
+
+
+def multiplies_narrow(cluster: Cluster) -> bool:
+    """Whether the device file states what products of 8-bit operands reach: a peak and an efficiency."""
+    device = cluster.device
+    return NARROW in device.peak_flops_per_s and NARROW in device.matrix_efficiency
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,13 +88,15 @@ class StagePrices:
         device = self.cluster.device
         m, n, k = product.m, product.n, product.k
         curve = device.convolution_efficiency_of if product.convolution else device.efficiency_of
-        rate = device.peak_of(self.dtype) * curve(self.dtype).of(m, n, k) * device.sustained.get(self.dtype, 1.0)
+        dtype = NARROW if product.narrow else self.dtype
+        rate = device.peak_of(dtype) * curve(dtype).of(m, n, k) * device.sustained.get(dtype, 1.0)
         if product.attention and self.element_bytes == 2:
             rate = device.attention_flops_per_s(k, n, backward=product.attention == "backward") or rate
         rate *= self.reached.matrix
         # The scores of a fused kernel, its result here or its operand, stay on the chip.
         scores = 0.0 if product.attention else m * n
         moved = self.element_bytes * product.batch * (m * k + k * n + scores) + product.extra_bytes
+        moved -= (self.element_bytes - 1) * product.batch * (m * k + k * n) if product.narrow else 0.0
         return max(product.flops / rate, moved / device.sustained_bytes_per_s) + device.launch_s
 
     def fused_s(self, moved_bytes: float) -> float:

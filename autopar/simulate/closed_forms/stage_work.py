@@ -12,7 +12,8 @@ from typing import Literal
 from autopar.simulate.closed_forms.memory import StateBytes
 from autopar.simulate.closed_forms.operations import Work
 
-Precision = Literal["fp16", "bf16", "fp32"]
+Precision = Literal["fp16", "bf16", "fp32", "fp8"]
+"""Of products; fp8 is bf16 but for those of the linear layers of blocks."""
 Optimizer = Literal["adam", "momentum", "adafactor"]
 OverlapOption = Literal["usual", "none", "gradients", "all"]
 """What a run's framework lets hide: as the cluster file says; nothing over data ranks, whose reductions begin when the last

@@ -168,6 +168,8 @@ def _residual_problems(job: TrainingJob, shape: ResidualNetworkShape) -> Iterato
     if shape.channels % tp:
         near = _divisors(shape.channels, tp)
         yield "tp", f"is {tp}, which does not divide the base channels, hidden = {shape.channels}: use one of {near}"
+    if job.precision == "fp8":
+        yield "precision", "is 'fp8', but convolutions have no price in it: use bf16"
     if job.context_ranks > 1:
         yield "context_parallel", f"is {job.context_ranks}, but images have no sequence to divide: use 1"
     if job.recompute == "selective":

@@ -24,7 +24,7 @@ from autopar.cost_model.overlap import Communication, Kind
 from autopar.simulate.closed_forms.data_reductions import exchange_each_microbatch, reduce_once
 from autopar.simulate.closed_forms.memory import layers_in_flight
 from autopar.simulate.closed_forms.operations import Exchange, Group, MatrixProduct, Operation
-from autopar.simulate.closed_forms.prices import DTYPES, FITTED, InTraining, StagePrices
+from autopar.simulate.closed_forms.prices import DTYPES, FITTED, NARROW, InTraining, StagePrices, multiplies_narrow
 from autopar.simulate.closed_forms.schedule_time import pipeline_s
 from autopar.simulate.closed_forms.stage_work import OverlapOption, StageWork, StepPlan
 
@@ -160,6 +160,8 @@ def _machine_of(cluster: Cluster, stage: StageWork) -> Cluster:
 
 
 def _prices(cluster: Cluster, plan: StepPlan, stage: StageWork, total: int, reached: InTraining) -> StagePrices:
+    if plan.precision == "fp8" and not multiplies_narrow(cluster):
+        raise ValueError(f"the device {cluster.device.name} states no peak of {NARROW}, which precision fp8 needs")
     inner = (
         stage.data_ranks // stage.copies if stage.copies > 1 else stage.expert_ranks
     )  # copies of states stand outside

@@ -4,7 +4,8 @@ Letters: s sequence, b microbatch (samples), h hidden, a heads, g key-value head
 t tensor-parallel ranks, c context-parallel ranks, e bytes of an element, x = s b h / c. Without sequence parallelism layer
 norms, dropouts and residual sums are repeated on all t ranks (r = 1); with it each rank has r = 1/t of the tokens. A block is
 attention, in T5's decoder twice, and a feed-forward; an expert block has a mixture of experts in its place. Context-parallel
-ranks have s/c tokens each in all of this; attention alone needs those of the others.
+ranks have s/c tokens each in all of this; attention alone needs those of the others. Narrow products are those of the linear
+layers in blocks, experts among them; scores, the gate and the head are not.
 
 Tensor parallelism: QKV and the first feed-forward product are split by column, the others by row; one all-reduce of e x
 per sublayer and direction, or with sequence parallelism a reduce-scatter and an all-gather, and in backward one more
@@ -24,6 +25,8 @@ from autopar.simulate.closed_forms.layer_split import (
     count_tokens,
     gather,
     join,
+    linear,
+    linear_backward,
     token_share,
     weight_gradient,
 )
@@ -107,22 +110,22 @@ def _feed_forward(shape: TransformerShape, split: LayerSplit, *, shape_m: tuple[
     forward: tuple[Operation, ...] = (
         *before,
         *gather(split, size),
-        MatrixProduct(m=rows, n=wide * f, k=h, batch=count),
+        *linear(split, rows, wide * f, h, count),
         FusedGroup((wide + 1) * e * rows * f * count),  # bias, activation
-        MatrixProduct(m=rows, n=h, k=f, batch=count),
+        *linear(split, rows, h, f, count),
         *join(split, size),
         *after,
     )
     backward: tuple[Operation, ...] = (
         *after,
         *gather(split, size),
-        MatrixProduct(m=rows, n=f, k=h, batch=count),
-        weight_gradient(split, f, h, rows, count),
+        *linear_backward(split, rows, f, h, count),
+        weight_gradient(split, f, h, rows, count, narrow=split.narrow_products),
         FusedGroup((2 * wide + 2) * e * rows * f * count),  # activation, gradient of the bias
         *gather(split, size, behind=True),
-        MatrixProduct(m=rows, n=h, k=wide * f, batch=count),
+        *linear_backward(split, rows, h, wide * f, count),
         *join(split, size, behind=True),
-        weight_gradient(split, h, wide * f, rows, count),
+        weight_gradient(split, h, wide * f, rows, count, narrow=split.narrow_products),
         *(() if shape_m else (FusedGroup(8 * e * x * r),)),
     )
     return Pass(forward, backward)
