@@ -84,6 +84,12 @@ BAD = [
     ),
     ({"context_parallel": "half"}, "column 'context_parallel' is 'half': write a whole number of at least 1"),
     ({"reduce_gradients": "never"}, "column 'reduce_gradients' is 'never': use one of once, each"),
+    ({"offload": "weights"}, "column 'offload' is 'weights': use one of none, optimizer"),
+    (
+        {"cluster": "tpu-v5p", "offload": "optimizer"},
+        "column 'offload' is 'optimizer', but the cluster file of tpu-v5p states no device.host_bytes_per_s: leave it empty, use "
+        "one of a3-mega, dgx-a100-40gb, dgx-a100-80gb, dgx-h100, dgx-h200, h200, p4d.24xlarge, or state it in a file of yours",
+    ),
     ({"context_exchange": "ulysses"}, "column 'context_exchange' is 'ulysses': use one of all-gather, ring"),
     (
         {
@@ -159,7 +165,15 @@ BAD = [
 @pytest.fixture(scope="module")
 def bad_and_good(tmp_path_factory):
     """(what is found in a table of all bad rows, a good one after each; standard error)."""
-    optional = ("stage_kinds", "shard_ranks", "context_parallel", "context_exchange", "attention", "reduce_gradients")
+    optional = (
+        "stage_kinds",
+        "shard_ranks",
+        "context_parallel",
+        "context_exchange",
+        "attention",
+        "reduce_gradients",
+        "offload",
+    )
     good = GOOD | dict.fromkeys(optional, "")
     rows = [row for changes, _ in BAD for row in (good | {"id": "bad"} | changes, good)]
     path = table(tmp_path_factory.mktemp("rows") / "rows.csv", *rows)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from autopar.cost_model.hardware import find_cluster
 from tests.run_tables import GOOD, SMALL_PLAN, json_of, table
 
 SMALL = GOOD | SMALL_PLAN | {
@@ -9,7 +10,7 @@ SMALL = GOOD | SMALL_PLAN | {
     "recompute": "none", "sequence_parallel": "0",
 }  # fmt: skip
 
-USUAL = {"context_parallel": "1", "context_exchange": "ring", "reduce_gradients": "each"}
+USUAL = {"context_parallel": "1", "context_exchange": "ring", "reduce_gradients": "each", "offload": "none"}
 """What columns say that change nothing."""
 
 
@@ -40,6 +41,16 @@ def test_hybrid_sharding_is_planned_on_the_ranks_that_share_states(tmp_path, cap
     assert all(row["not_planned"] == "" and abs(row["apart"]) < 0.15 for row in (usual, hybrid, alike))
     assert hybrid["states_GB"] == pytest.approx(2 * usual["states_GB"])
     assert alike["predicted_step_s"] == usual["predicted_step_s"]
+
+
+def test_an_offloaded_optimizer_adds_its_bytes_over_the_host_link_by_plans_too(tmp_path, capsys):
+    plan = SMALL | {"devices": "1", "dp": "1", "tp": "1", "pp": "1", "global_batch": "4"}
+    usual, offloaded = priced(tmp_path, capsys, plan, plan | {"offload": "optimizer"})
+    assert offloaded["not_planned"] == ""
+    saved = (usual["states_GB"] - offloaded["states_GB"]) * 1e9
+    carried_s = 2 * saved / find_cluster(plan["cluster"]).device.host_bytes_per_s
+    for way in ("predicted_step_s", "closed_form_step_s"):
+        assert offloaded[way] == pytest.approx(usual[way] + carried_s)
 
 
 def test_a_deeper_decoder_is_planned(tmp_path, capsys):

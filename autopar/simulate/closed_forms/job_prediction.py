@@ -108,6 +108,7 @@ def step_plan(job: TrainingJob) -> StepPlan:
         optimizer=job.optimizer,
         overlap=job.overlap,
         reduce_gradients=job.reduce_gradients,
+        offload=job.offload,
     )
 
 

@@ -22,6 +22,8 @@ products."""
 ReduceOption = Literal["usual", "once", "each"]
 """When gradients are summed over data ranks: as ZeRO needs it, for every microbatch of ZeRO 2 and 3 and else once a step; once a
 step, until when each rank adds up all of them (PyTorch's `no_sync`); in every microbatch."""
+OffloadOption = Literal["none", "optimizer"]
+"""What lies in the host's memory between steps."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,6 +95,7 @@ class StepPlan:
     optimizer: Optimizer = "adam"
     overlap: OverlapOption = "usual"
     reduce_gradients: ReduceOption = "usual"
+    offload: OffloadOption = "none"
 
     @property
     def element_bytes(self) -> int:
@@ -108,3 +111,9 @@ class StepPlan:
     def whole_gradients(self) -> bool:
         """Whether every rank adds up all gradients of its microbatches; only ZeRO 2 and 3 can do with a part."""
         return self.zero_stage < 2 or not self.reduces_each
+
+    def offloaded_bytes(self, parameters: float, owners: int) -> float:
+        """Bytes of so many parameters' optimizer states that each of the ranks that may share them has in the host's memory."""
+        if self.offload == "none":
+            return 0.0
+        return self.states.optimizer * parameters / (owners if self.zero_stage >= 1 else 1)

@@ -18,7 +18,7 @@ from autopar.simulate.closed_forms.residual_network import (
     BLOCKS_PER_STAGE,
     ResidualNetworkShape,
 )
-from autopar.simulate.closed_forms.stage_work import Optimizer, OverlapOption, Precision, ReduceOption
+from autopar.simulate.closed_forms.stage_work import OffloadOption, Optimizer, OverlapOption, Precision, ReduceOption
 from autopar.simulate.closed_forms.transformer_shape import TransformerShape
 
 
@@ -41,6 +41,7 @@ class TrainingJob:
     `context_ranks`: among which each sequence is divided; they share states as data ranks do. `context_exchange`: how they see
     each other's keys and values, gathered (Llama Team 2024, arXiv 2407.21783, section 3.3.2) or in a ring beside the blocks of
     attention (Liu et al. 2023, arXiv 2310.01889). `reduce_gradients`: over data ranks, once a step or in every microbatch.
+    `offload`: whether the optimizer's states lie in the host's memory between steps.
     """
 
     shape: TransformerShape | ResidualNetworkShape
@@ -66,6 +67,7 @@ class TrainingJob:
     context_ranks: int = 1
     context_exchange: ContextExchange = "all-gather"
     reduce_gradients: ReduceOption = "usual"
+    offload: OffloadOption = "none"
 
     @property
     def microbatches(self) -> int:

@@ -167,6 +167,8 @@ def _prices(cluster: Cluster, plan: StepPlan, stage: StageWork, total: int, reac
     )  # copies of states stand outside
     outer = stage.data_ranks // inner
     mesh = (max(1, total // stage.devices), outer, inner, stage.context_ranks, stage.tensor_ranks)
+    if plan.offload != "none" and not cluster.device.host_bytes_per_s:
+        raise ValueError(f"the device {cluster.device.name} states no host_bytes_per_s, which offload needs")
     return StagePrices(
         cluster=cluster, dtype=DTYPES[plan.precision], element_bytes=plan.element_bytes, mesh=mesh, reached=reached
     )
@@ -250,7 +252,9 @@ def _optimizer_s(prices: StagePrices, plan: StepPlan, stage: StageWork) -> float
     owners = stage.owners if plan.zero_stage >= 1 else 1
     mixed, single = _OPTIMIZER_BYTES[plan.optimizer]
     moved = (single if plan.precision == "fp32" else mixed) * stage.parameters / owners
-    return prices.fused_s(moved)
+    # States come from the host and go back, one after the other: a link that is full both ways at once has less each way.
+    carried = 2 * _on_host(plan, stage, stage.parameters, stage.expert_parameters)
+    return prices.fused_s(moved) + (carried / prices.cluster.device.host_bytes_per_s if carried else 0.0)
 
 
 def _memory(plan: StepPlan, stages: Sequence[StageWork], index: int) -> MemoryPrediction:
@@ -277,10 +281,22 @@ def _memory(plan: StepPlan, stages: Sequence[StageWork], index: int) -> MemoryPr
     if plan.zero_stage >= 3 and stage.owners > 1:
         # Two layers' parameters are whole at a time: the one that runs and the one gathered ahead.
         transient += 2 * plan.element_bytes * max(work.parameters for work, _ in stage.works)
+    activations = kept * in_flight + once
+    on_host = _on_host(plan, stage, stage.parameters, stage.expert_parameters)
+    # The update has two layers' optimizer states on the device: those in use, and those that come or go.
+    largest = max((work for work, _ in stage.works), key=lambda work: work.parameters)
+    updated = min(on_host, 2 * _on_host(plan, stage, largest.parameters, largest.expert_parameters))
     return MemoryPrediction(
-        states_bytes=states,
+        states_bytes=states - on_host,
         layer_states_bytes=layers,
-        activation_bytes=kept * in_flight + once,
-        transient_bytes=transient,
+        activation_bytes=activations,
+        transient_bytes=max(transient, updated - activations),
         stage=index,
     )
+
+
+def _on_host(plan: StepPlan, stage: StageWork, parameters: float, of_experts: float) -> float:
+    """Bytes of optimizer states in the host's memory for one device, of so many parameters, those of experts among them."""
+    owners_of_experts = max(1, stage.owners // stage.expert_ranks)
+    dense = plan.offloaded_bytes(parameters - of_experts, stage.owners)
+    return dense + plan.offloaded_bytes(of_experts, owners_of_experts)
