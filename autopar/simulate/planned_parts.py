@@ -172,6 +172,8 @@ def _closed_column(job: TrainingJob) -> str:
     if job.context_ranks > 1:
         fact = f"column 'context_parallel' is {job.context_ranks}"
         return f"{fact}: models/ builds layers of whole sequences, so only the closed form prices it"
+    if job.recompute == "dots":
+        return "column 'recompute' is 'dots': a part's plan repeats all of it or its scores, so only the closed form prices it"
     if job.precision == "fp8":
         return "column 'precision' is 'fp8': models/ multiplies in bf16, so only the closed form prices casts and 8-bit products"
     return ""

@@ -243,7 +243,7 @@ def _job(reader: _Cells, family: str, cluster: Cluster) -> TrainingJob:
         reduce_gradients=reader.word("reduce_gradients", ("once", "each"), empty="usual"),  # type: ignore[arg-type]
         offload=offload,  # type: ignore[arg-type]
         zero_stage=int(reader.word("zero_stage", ("0", "1", "2", "3"))),
-        recompute=reader.word("recompute", ("none", "selective", "full")),  # type: ignore[arg-type]
+        recompute=reader.word("recompute", ("none", "selective", "dots", "full")),  # type: ignore[arg-type]
         sequence_parallel=reader.word("sequence_parallel", (*_NO, *_YES), empty="0") in _YES,
         precision=precision,  # type: ignore[arg-type]
         fused_attention=attention == "fused",

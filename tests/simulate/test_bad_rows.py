@@ -25,7 +25,7 @@ BAD = [
     ({"vocab": "1e10"}, "column 'vocab' is '1e10': write a whole number of at most 1_000_000_000"),
     ({"hidden": "wide"}, "column 'hidden' is 'wide': write a whole number of at least 1"),
     ({"family": "rnn"}, "column 'family' is 'rnn': use one of gpt, llama, moe, t5, wide_resnet, bert"),
-    ({"recompute": "some"}, "column 'recompute' is 'some': use one of none, selective, full"),
+    ({"recompute": "some"}, "column 'recompute' is 'some': use one of none, selective, dots, full"),
     ({"zero_stage": "4"}, "column 'zero_stage' is '4': use one of 0, 1, 2, 3"),
     ({"precision": "fp4"}, "column 'precision' is 'fp4': use one of fp16, bf16, fp32, fp8"),
     (
@@ -84,6 +84,10 @@ BAD = [
     ),
     ({"context_parallel": "half"}, "column 'context_parallel' is 'half': write a whole number of at least 1"),
     ({"reduce_gradients": "never"}, "column 'reduce_gradients' is 'never': use one of once, each"),
+    (
+        {"family": "moe", "recompute": "dots"},
+        "column 'recompute' is 'dots', which keeps products without batch dimensions; those of experts have one: use none",
+    ),
     ({"offload": "weights"}, "column 'offload' is 'weights': use one of none, optimizer"),
     (
         {"cluster": "tpu-v5p", "offload": "optimizer"},

@@ -77,6 +77,11 @@ def test_a_deeper_decoder_is_planned(tmp_path, capsys):
         ),
         (
             "gpt",
+            {"recompute": "dots"},
+            "column 'recompute' is 'dots': a part's plan repeats all of it or its scores, so only the closed form prices it",
+        ),
+        (
+            "gpt",
             {"precision": "fp8", "cluster": "dgx-h100"},
             "column 'precision' is 'fp8': models/ multiplies in bf16, so only the closed form prices casts and 8-bit products",
         ),

@@ -47,16 +47,18 @@ def attention_pass(shape: TransformerShape, split: LayerSplit, *, causal: bool |
     tokens, h, qkv = count_tokens(shape, split), shape.hidden, shape.qkv_width / t
     heads = shape.attention_width / t
     core = _core_attention(shape, split, shape.causal if causal is None else causal)
-    forward: tuple[Operation, ...] = (
-        FusedGroup(2 * e * x * r),  # norm
-        *gather(split, e * x),
-        *linear(split, tokens, qkv, h),
-        FusedGroup(2 * e * tokens * qkv),  # bias, heads to the front
+    norm, to_front = FusedGroup(2 * e * x * r), FusedGroup(2 * e * tokens * qkv)  # the second with the bias
+    ending = FusedGroup((3 * e + 1) * x * r)  # bias, dropout, residual sum
+    into, out_of = linear(split, tokens, qkv, h), linear(split, tokens, h, heads)
+    forward = (norm, *gather(split, e * x), *into, to_front, *core.forward, *out_of, *join(split, e * x), ending)
+    again = (
+        norm,
+        *into[:-1],
+        to_front,
         *core.forward,
-        *linear(split, tokens, h, heads),
-        *join(split, e * x),
-        FusedGroup((3 * e + 1) * x * r),  # bias, dropout, residual sum
-    )
+        *out_of[:-1],
+        ending,
+    )  # without the products: their results are kept
     backward: tuple[Operation, ...] = (
         FusedGroup((3 * e + 1) * x * r),  # dropout; gradient of the bias
         *gather(split, e * x),
@@ -70,7 +72,7 @@ def attention_pass(shape: TransformerShape, split: LayerSplit, *, causal: bool |
         weight_gradient(split, h, qkv, tokens, narrow=split.narrow_products),
         FusedGroup(8 * e * x * r),  # norm, its weights, residual sum
     )
-    return Pass(forward, backward, core.selective)
+    return Pass(forward, backward, core.selective, again)
 
 
 def context_buffer_bytes(shape: TransformerShape, split: LayerSplit) -> float:

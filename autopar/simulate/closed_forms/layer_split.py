@@ -12,7 +12,9 @@ from typing import Literal
 from autopar.simulate.closed_forms.operations import Exchange, FusedGroup, MatrixProduct, Operation
 from autopar.simulate.closed_forms.transformer_shape import TransformerShape
 
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "selective", "dots", "full"]
+"""What runs again before backward: nothing; attention's scores (Korthikanti et al. 2022); all but linear products, whose results
+are kept, as under `jax.checkpoint_policies.dots_with_no_batch_dims_saveable`; everything."""
 ContextExchange = Literal["all-gather", "ring"]
 """How ranks that divide the sequence see each other's keys and values; see `attention`."""
 
@@ -43,11 +45,12 @@ class LayerSplit:
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-    """Operations of a sublayer, forward and backward, and the part that selective recomputation repeats."""
+    """Operations of a sublayer, forward and backward, and the part that recomputation repeats: of scores, of all but products."""
 
     forward: tuple[Operation, ...]
     backward: tuple[Operation, ...]
     selective: tuple[Operation, ...] = ()
+    dots: tuple[Operation, ...] = ()
 
 
 def count_tokens(shape: TransformerShape, split: LayerSplit) -> float:

@@ -6,6 +6,7 @@ stages per device, m microbatches, L layers. For elements of two bytes and a pla
     nothing recomputed                     s b h (10 + 24/t + 5 a s/(h t)), for t = 1 s b h (34 + 5 a s/h)
     sequence parallel                      (s b h/t) (34 + 5 a s/h)
     selective: the scores are not kept     the same without 5 a s/h
+    dots: the input and products' results  2 s b (h + h + 3 h/t + 4 h/t), the first two divided by t with sequence parallelism
     full: only the layer's input           2 s b h, with sequence parallelism 2 s b h/t
     context parallel                       each of these divided by c: a rank has s/c of the tokens, and scores of s/c by s
 
@@ -45,7 +46,7 @@ class ActivationShape:
     tensor_ranks: int = 1
     context_ranks: int = 1
     sequence_parallel: bool = False
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Literal["none", "selective", "dots", "full"] = "none"
     element_bytes: int = 2
 
 
@@ -56,6 +57,12 @@ def layer_activation_bytes(shape: ActivationShape) -> float:
     if shape.recompute == "full":
         return e * tokens * h / (t if shape.sequence_parallel else 1)
     kv = (shape.kv_heads or shape.heads) / shape.heads
+    if shape.recompute == "dots":  # the result of the last product is read by no backward pass
+        inner = (
+            shape.attentions * (1 + 2 * kv) * (shape.attention_width or h)
+            + (2 if shape.gated else 1) * shape.ffn_hidden
+        )
+        return e * tokens * ((1 + shape.attentions) * h / (t if shape.sequence_parallel else 1) + inner / t)
     # Repeated on every rank unless the tokens are split: both inputs and both norms (e each), and two dropout masks.
     outer = (2 * e + 1) * h * (shape.attentions + 1)
     inner = shape.attentions * (2 + 2 * kv) * (shape.attention_width or h) * e

@@ -174,8 +174,11 @@ def _residual_problems(job: TrainingJob, shape: ResidualNetworkShape) -> Iterato
         yield "precision", "is 'fp8', but convolutions have no price in it: use bf16"
     if job.context_ranks > 1:
         yield "context_parallel", f"is {job.context_ranks}, but images have no sequence to divide: use 1"
-    if job.recompute == "selective":
-        yield "recompute", "is 'selective', but a residual network has no attention to recompute: use none or full"
+    if job.recompute in ("selective", "dots"):
+        yield (
+            "recompute",
+            f"is {job.recompute!r}, but a residual network has no attention to recompute: use none or full",
+        )
 
 
 def _transformer_problems(job: TrainingJob, shape: TransformerShape) -> Iterator[tuple[str, str]]:
@@ -194,6 +197,11 @@ def _transformer_problems(job: TrainingJob, shape: TransformerShape) -> Iterator
         yield "tp", f"is {tp}; it must divide kv_heads = {shape.kv_heads} or be its multiple: use {shape.kv_heads}"
     if job.sequence_parallel and shape.seq_len % tp:
         yield "sequence_parallel", f"is 1, but tp = {tp} does not divide seq_len = {shape.seq_len}: change one of them"
+    if job.recompute == "dots" and shape.experts > 1:
+        yield (
+            "recompute",
+            "is 'dots', which keeps products without batch dimensions; those of experts have one: use none, selective or full",
+        )
     with_ends = ends_count_as_layers(job, shape)
     if job.block_count % (pp * v) and not with_ends and not job.stage_layouts:
         yield (

@@ -50,7 +50,12 @@ def block_work(shape: TransformerShape, split: LayerSplit, kind: str = "plain") 
     passes.append(_experts(shape, split) if kind == "expert" else _feed_forward(shape, split, shape_m=None))
     forward = tuple(op for sublayer in passes for op in sublayer.forward)
     backward = tuple(op for sublayer in reversed(passes) for op in sublayer.backward)
-    recomputed = {"none": (), "full": forward, "selective": tuple(op for p in passes for op in p.selective)}
+    recomputed = {
+        "none": (),
+        "selective": tuple(op for p in passes for op in p.selective),
+        "dots": tuple(op for p in passes for op in p.dots),
+        "full": forward,
+    }
     whole = layer_activation_bytes(_activation_shape(shape, split, kind, recompute=_inner_recompute(split)))
     kept = layer_activation_bytes(_activation_shape(shape, split, kind, recompute=split.recompute))
     total = shape.block_parameters(kind)
@@ -107,15 +112,10 @@ def _feed_forward(shape: TransformerShape, split: LayerSplit, *, shape_m: tuple[
     size = e * h * rows * count
     before = () if shape_m else (FusedGroup(2 * e * x * r),)
     after = () if shape_m else (FusedGroup((3 * e + 1) * x * r),)
-    forward: tuple[Operation, ...] = (
-        *before,
-        *gather(split, size),
-        *linear(split, rows, wide * f, h, count),
-        FusedGroup((wide + 1) * e * rows * f * count),  # bias, activation
-        *linear(split, rows, h, f, count),
-        *join(split, size),
-        *after,
-    )
+    up, down = linear(split, rows, wide * f, h, count), linear(split, rows, h, f, count)
+    activation = FusedGroup((wide + 1) * e * rows * f * count)  # with the bias
+    forward = (*before, *gather(split, size), *up, activation, *down, *join(split, size), *after)
+    again = (*before, *up[:-1], activation, *down[:-1])  # without the products; no backward pass reads what comes after
     backward: tuple[Operation, ...] = (
         *after,
         *gather(split, size),
@@ -128,7 +128,7 @@ def _feed_forward(shape: TransformerShape, split: LayerSplit, *, shape_m: tuple[
         weight_gradient(split, h, wide * f, rows, count, narrow=split.narrow_products),
         *(() if shape_m else (FusedGroup(8 * e * x * r),)),
     )
-    return Pass(forward, backward)
+    return Pass(forward, backward, dots=again)
 
 
 def _experts(shape: TransformerShape, split: LayerSplit) -> Pass:

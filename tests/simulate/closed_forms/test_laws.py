@@ -33,7 +33,7 @@ def rows(draw: st.DrawFn, *, stages: tuple[int, ...] = (1, 2, 4)) -> TrainingJob
     job = TrainingJob(
         shape=shape, devices=dp * tp * pp * cp, global_batch=dp * microbatch * 8, microbatch=microbatch, data_ranks=dp,
         tensor_ranks=tp, stages=pp, virtual_stages=1, zero_stage=draw(st.integers(0, 3)),
-        recompute=draw(st.sampled_from(("none", "selective", "full"))),
+        recompute=draw(st.sampled_from(("none", "selective", "dots", "full"))),
         sequence_parallel=tp > 1 and draw(st.booleans()), fused_attention=draw(st.booleans()),
         overlap=draw(st.sampled_from(("usual", "none", "gradients", "all"))), context_ranks=cp,
         context_exchange=draw(st.sampled_from(("all-gather", "ring"))),

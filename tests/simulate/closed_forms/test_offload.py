@@ -36,6 +36,17 @@ def test_states_come_from_the_host_and_go_back_once_a_step(zero_stage, owners):
     assert usual.memory.states_bytes - offloaded.memory.states_bytes == pytest.approx(24e6 / owners)
 
 
+def test_experts_are_shared_by_fewer_ranks_and_their_states_too():
+    """ZeRO 1 over four ranks, of which two hold the same experts: 12 bytes of half a million over 4, of as many over 2."""
+    work = Work(forward=(), backward=(), parameters=1e6, expert_parameters=5e5)
+    stages = [StageWork(layers=((work, 1),), data_ranks=4, expert_ranks=2)]
+    plans = (dataclasses.replace(plan, zero_stage=1) for plan in (PLAN, OFFLOADED))
+    usual, offloaded = (predict_step(linked_at(1e8), plan, stages, reached=AS_MEASURED) for plan in plans)
+    saved = usual.memory.states_bytes - offloaded.memory.states_bytes
+    assert saved == pytest.approx(12 * (5e5 / 4 + 5e5 / 2))
+    assert offloaded.optimizer_s - usual.optimizer_s == pytest.approx(2 * saved / 1e8)
+
+
 def test_the_update_has_the_states_of_two_layers_on_the_device():
     """Of five layers of 10^6 parameters: 24 x 10^6 bytes where activations, which are gone by then, had 5 x 10^6."""
     work = Work(forward=(), backward=(), parameters=1e6, kept_bytes=1e6)
