@@ -15,9 +15,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from autopar.simulate.closed_forms.layer_split import Recompute
 from autopar.simulate.closed_forms.residual_network import ResidualNetworkShape
 from autopar.simulate.closed_forms.training_job import StageLayout, TrainingJob
-from autopar.simulate.closed_forms.transformer import Recompute
 from autopar.simulate.closed_forms.transformer_shape import TransformerShape
 
 _FOUND = {"gpt": "gpt", "moe": "moe", "wresnet": "wide_resnet"}

@@ -68,6 +68,8 @@ class Device:
             published runs reads it.
         sustained: For each format, the part of what products reach in a short loop that they keep in hours of training, under
             the power limit and on operands that are neither zeros nor constant. 1 if not stated. Read by the replay alone.
+        host_bytes_per_s: What large copies between the device and the host's memory reach, one way; 0 if not stated. Read by the
+            replay alone.
         attention: What such a kernel sustains, by the width of a head, narrow ones first; without any, what products of its
             shape reach. Read by the replay alone.
     """
@@ -87,6 +89,7 @@ class Device:
     fuses: bool = False
     fused_attention: bool = True
     sustained: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    host_bytes_per_s: float = 0.0
     attention: tuple[AttentionSpeed, ...] = ()
 
     def efficiency_of(self, dtype: str) -> MatrixEfficiency:
@@ -152,6 +155,7 @@ def slowest_device(devices: Sequence[Device]) -> Device:
         fuses=all(device.fuses for device in devices),
         fused_attention=all(device.fused_attention for device in devices),
         sustained={dtype: device.sustained[dtype] for dtype, device in weakest.items() if dtype in device.sustained},
+        host_bytes_per_s=min(device.host_bytes_per_s for device in devices),
         attention=min((device.attention for device in devices), key=_at_width),
     )
 
@@ -185,6 +189,7 @@ def fastest_device(devices: Sequence[Device]) -> Device:
         reorder_s_per_byte=min(device.reorder_s_per_byte for device in devices),
         random_s_per_byte=min(device.random_s_per_byte for device in devices),
         transpose_s_per_byte=min(device.transpose_s_per_byte for device in devices),
+        host_bytes_per_s=max(device.host_bytes_per_s for device in devices),
         fuses=any(device.fuses for device in devices),
         fused_attention=any(device.fused_attention for device in devices),
     )

@@ -18,7 +18,7 @@ from autopar.cost_model.device import Device
 from autopar.cost_model.tiers import Dimension, Tier
 from autopar.cost_model.topology import check_size, levels_of, link_of_pairs, shape_that_crosses
 
-Hidden = Literal["data_parallel", "zero3", "tensor", "pipeline"]
+Hidden = Literal["data_parallel", "zero3", "tensor", "pipeline", "context"]
 
 
 @dataclasses.dataclass(frozen=True)

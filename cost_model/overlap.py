@@ -8,6 +8,7 @@ seconds that remain visible, and for each kind hidden seconds over all its secon
     zero3           gathers of a layer's parameters beside the layer before it
     tensor          a collective of the backward pass beside the weight gradient of the same product, which does not need it
     pipeline        a stage's send beside its next microbatch
+    context         keys and values of the next block of a sequence that is divided, beside attention to the block before
 
 What part can hide is a property of the cluster's file, since it depends on links, copy engines and the software of its
 time. What can go wrong: both sides compete for memory bandwidth and cores; `interference` prices that.
@@ -21,8 +22,8 @@ from typing import Literal
 
 from autopar.cost_model.machine import Overlap
 
-Kind = Literal["data_parallel", "zero3", "tensor", "pipeline", "expert"]
-KINDS: tuple[Kind, ...] = ("data_parallel", "zero3", "tensor", "pipeline", "expert")
+Kind = Literal["data_parallel", "zero3", "tensor", "pipeline", "context", "expert"]
+KINDS: tuple[Kind, ...] = ("data_parallel", "zero3", "tensor", "pipeline", "context", "expert")
 
 
 @dataclasses.dataclass(frozen=True)

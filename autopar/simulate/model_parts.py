@@ -27,8 +27,8 @@ from autopar.layouts.constraints import Constraints
 from autopar.models import bert, gpt, llama, moe, objective, sizes, t5, transformer, wide_resnet
 from autopar.program.call import PyTree
 from autopar.simulate.closed_forms.job_prediction import Part
+from autopar.simulate.closed_forms.layer_split import LayerSplit
 from autopar.simulate.closed_forms.residual_network import BlockSplit
-from autopar.simulate.closed_forms.transformer import LayerSplit
 from autopar.simulate.closed_forms.transformer_shape import TransformerShape
 from autopar.simulate.part_constraints import DATA, EXPERT, TENSOR, plan_constraints
 
@@ -100,10 +100,11 @@ def part_step(part: Part, *, zero_stage: int, precision: str) -> PartStep:
     return planned_step(part, part_program(part, precision=precision), zero_stage=zero_stage)
 
 
-def planned_step(part: Part, program: PartProgram, *, zero_stage: int) -> PartStep:
+def planned_step(part: Part, program: PartProgram, *, zero_stage: int, whole_gradients: bool = False) -> PartStep:
     """A program under a part's plan."""
     axes = _axes(part)
-    return PartStep(program, axes, plan_constraints(part, program.state, axes, zero_stage))
+    constraints = plan_constraints(part, program.state, axes, zero_stage=zero_stage, whole_gradients=whole_gradients)
+    return PartStep(program, axes, constraints)
 
 
 def part_program(part: Part, *, precision: str) -> PartProgram:

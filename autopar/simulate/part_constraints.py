@@ -2,8 +2,8 @@
 
 In: a part, the shapes of its state, the mesh's axes, the ZeRO stage. Out: `Constraints`: samples split over the data (and expert)
 axes, tokens over the tensor axis under sequence parallelism, matrices as in Megatron, experts over theirs; with ZeRO 2 and more
-gradients, with ZeRO 3 parameters too, over the data axis. Nothing inside the part is stated. What can go wrong: a leaf whose
-sizes the axes do not divide; it stays whole.
+gradients, unless they are reduced once a step, with ZeRO 3 parameters too, over the data axis. Nothing inside the part is stated.
+What can go wrong: a leaf whose sizes the axes do not divide; it stays whole.
 """
 
 from __future__ import annotations
@@ -50,8 +50,15 @@ _SPLIT: Mapping[str, tuple[str | None, ...]] = {
 }
 
 
-def plan_constraints(part: Part, state: Mapping[str, PyTree], axes: Mapping[str, int], zero_stage: int) -> Constraints:
-    """The row's plan, leaf by leaf."""
+def plan_constraints(
+    part: Part,
+    state: Mapping[str, PyTree],
+    axes: Mapping[str, int],
+    *,
+    zero_stage: int,
+    whole_gradients: bool = False,
+) -> Constraints:
+    """The row's plan, leaf by leaf. `whole_gradients`: each data rank adds up all of them, whatever the ZeRO stage."""
     samples = tuple(name for name in (DATA, EXPERT) if axes.get(name, 1) > 1)
     spread = TENSOR if part.split.sequence_parallel and TENSOR in axes else None
     images = not isinstance(part.shape, TransformerShape)  # of which channels are spread, as tokens of texts are
@@ -61,11 +68,11 @@ def plan_constraints(part: Part, state: Mapping[str, PyTree], axes: Mapping[str,
     between = PartitionSpec(samples, *rest) if moved else SplitBatch(samples, PartitionSpec(*rest))
     rules = [Rule(glob=f"state/{place}/*", layout=between, must_match=False) for place in ("taken", "given")]
     rules.append(Rule(glob="state/ids/*", layout=SplitBatch(samples), must_match=False))
-    for place, since in (("params", 3), ("grads", 2)):
+    for place, divided in (("params", zero_stage >= 3), ("grads", zero_stage >= 2 and not whole_gradients)):
         for path, leaf in jax.tree_util.tree_flatten_with_path(state[place])[0]:
             name = jax.tree_util.keystr(tuple(path), simple=True, separator="/")
             matrix = _matrix_spec(name, leaf.shape, axes)
-            spec = _over_data(matrix, leaf.shape, axes) if zero_stage >= since else matrix
+            spec = _over_data(matrix, leaf.shape, axes) if divided else matrix
             rules.append(Rule(glob=f"state/{place}/{name}", layout=PartitionSpec(*spec)))
     return Constraints(tuple(rules))
 

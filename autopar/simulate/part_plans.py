@@ -32,8 +32,8 @@ from autopar.program.step import TracedStep
 from autopar.program.trace import trace
 from autopar.rules.table import entry_for
 from autopar.simulate.closed_forms.job_prediction import Part
+from autopar.simulate.closed_forms.layer_split import LayerSplit
 from autopar.simulate.closed_forms.operations import Exchange, ExchangeKind, Group
-from autopar.simulate.closed_forms.transformer import LayerSplit
 from autopar.simulate.closed_forms.transformer_shape import TransformerShape
 from autopar.simulate.kept_values import FORWARD, KeptValue, kept_values, stages_of_step
 from autopar.simulate.model_parts import PartProgram, PartStep

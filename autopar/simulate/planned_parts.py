@@ -19,14 +19,15 @@ from autopar.errors import AutoparError
 from autopar.forked_jobs import run_side_by_side
 from autopar.program.step import TracedStep
 from autopar.progress import enter
+from autopar.simulate.closed_forms.attention import attention_core
 from autopar.simulate.closed_forms.job_prediction import JobPrediction, Part, Timing, predict_with, stages_of
+from autopar.simulate.closed_forms.layer_split import LayerSplit
 from autopar.simulate.closed_forms.operations import MatrixProduct, Operation, Timed, Work
 from autopar.simulate.closed_forms.prices import DTYPES, FITTED_PLANS, InTraining
+from autopar.simulate.closed_forms.stage_work import Precision
 from autopar.simulate.closed_forms.training_job import TrainingJob
-from autopar.simulate.closed_forms.training_step import Precision
-from autopar.simulate.closed_forms.transformer import LayerSplit, attention_core
 from autopar.simulate.closed_forms.transformer_shape import TransformerShape
-from autopar.simulate.model_parts import PartProgram, part_program, planned_step, program_key
+from autopar.simulate.model_parts import PartProgram, UnbuildablePart, part_program, planned_step, program_key
 from autopar.simulate.part_plans import PlannedPart, Seconds, has_kernel, plan_part, trace_part
 
 _CLOSED = ("stem", "classifier")
@@ -51,7 +52,7 @@ class PartPlanner:
 
     def _plan(self, cluster: Cluster, key: _Key) -> PlannedPart:
         program, traced = self._program(key)
-        step = planned_step(key.part, program, zero_stage=key.zero_stage)
+        step = planned_step(key.part, program, zero_stage=key.zero_stage, whole_gradients=key.whole_gradients)
         return plan_part(cluster, key.part, step, zero_stage=key.zero_stage, traced=traced)
 
     def _program(self, key: _Key) -> tuple[PartProgram, TracedStep]:
@@ -95,6 +96,8 @@ class PartPlanner:
 
     def predict(self, cluster: Cluster, job: TrainingJob) -> JobPrediction:
         """The prediction of a job. Raises UnbuildablePart, or an AutoparError if the row's plan cannot be stated."""
+        if reason := _closed_column(job):
+            raise UnbuildablePart(reason)
         return predict_with(cluster, job, self.timing(cluster, job), reached=self.reached)
 
     def timing(self, cluster: Cluster, job: TrainingJob) -> Timing:
@@ -138,23 +141,48 @@ class PartPlanner:
         return found.contraction_s * convolutions / self.reached.matrix + found.other_s / self.reached.memory
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Key:
     """What decides a part's plan."""
 
     cluster: str
     part: Part
     zero_stage: int
+    whole_gradients: bool
     precision: Precision
 
 
 def _key_of(cluster: Cluster, part: Part, job: TrainingJob) -> _Key:
-    zero_stage = job.zero_stage if job.zero_stage >= 2 else 0
-    return _Key(cluster.fingerprint(), _as_planned(part), zero_stage, job.precision)
+    return _Key(
+        cluster=cluster.fingerprint(),
+        part=_as_planned(part),
+        zero_stage=job.zero_stage if _divides(job) else 0,
+        whole_gradients=_divides(job) and not job.divides_gradients,
+        precision=job.precision,
+    )
+
+
+def _divides(job: TrainingJob) -> bool:
+    """Whether data ranks keep parts of parameters or gradients, so that it shows in one microbatch."""
+    return job.zero_stage >= 3 or job.divides_gradients
+
+
+def _closed_column(job: TrainingJob) -> str:
+    """The column that only the closed form prices and why; empty if there is none."""
+    if job.context_ranks > 1:
+        fact = f"column 'context_parallel' is {job.context_ranks}"
+        return f"{fact}: models/ builds layers of whole sequences, so only the closed form prices it"
+    if job.recompute == "dots":
+        return "column 'recompute' is 'dots': a part's plan repeats all of it or its scores, so only the closed form prices it"
+    if job.precision == "fp8":
+        return "column 'precision' is 'fp8': models/ multiplies in bf16, so only the closed form prices casts and 8-bit products"
+    return ""
 
 
 def _parts_of(job: TrainingJob) -> list[Part]:
-    """The distinct parts of a job that are planned."""
+    """The distinct parts of a job that are planned; none if a column says that they cannot be."""
+    if _closed_column(job):
+        return []
     found: dict[Part, None] = {}
 
     def note(part: Part, work: Work) -> Work:
@@ -173,11 +201,11 @@ def _machine_of(cluster: Cluster, part: Part) -> Cluster:
 def _as_priced(part: Part, job: TrainingJob) -> Part:
     """The part on as many data ranks as make a difference to its price.
 
-    Without ZeRO 2 or 3 one rank does what all do, and what is summed over them comes once a step, in closed form. The ranks among
-    which experts are shared are left.
+    Where data ranks keep nothing in parts one rank does what all do, and what is summed over them comes once a step or once a
+    microbatch, in closed form. The ranks among which experts are shared are left.
     """
     experts = part.split.expert_ranks if isinstance(part.split, LayerSplit) else 1
-    if job.zero_stage >= 2 or part.split.samples != round(part.split.samples):
+    if _divides(job) or part.split.samples != round(part.split.samples):
         return part
     return dataclasses.replace(part, data_ranks=min(part.data_ranks, experts))
 

@@ -6,8 +6,11 @@ microbatch and virtual_stages (the fastest that fits is taken), and where a fami
 what these leave open: experts, expert_group, expert_every, experts_per_token, shared_experts, head_width, gated,
 decoder_layers, width_factor, attention (fused or unfused), optimizer (adam, momentum or adafactor), gradients (fp32 or half: the
 format they are added up in), stage_layers (such as 3+3+2: the layers of each stage), stage_kinds (such as a100+v100: of a mixed
-cluster), shard_ranks (the data ranks among which ZeRO divides states; all if empty), overlap (none, gradients or all: what the
-run's framework let hide; else as the cluster file says).
+cluster), shard_ranks (the data ranks among which ZeRO divides states; all if empty), context_parallel (the ranks among which each
+sequence is divided; 1 if empty), context_exchange (all-gather or ring: how these see each other's keys and values),
+reduce_gradients (once a step, or in each microbatch, as under ZeRO 2 and 3 if it is empty), offload (optimizer: its states lie in
+the host's memory; none if empty), overlap (none, gradients or all: what the run's framework let hide; else as the cluster file
+says).
 
 For wide_resnet, layers is the depth, hidden the base channels, seq_len the image size, vocab the classes, and ffn_hidden
 the width factor (or hidden times it). What can go wrong: a table of another meaning under these names.
@@ -23,8 +26,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from autopar.cost_model.hardware import Cluster, find_cluster
+from autopar.cost_model.hardware import PRESETS, Cluster, find_cluster
 from autopar.errors import ArgumentError
+from autopar.simulate.closed_forms.prices import NARROW, multiplies_narrow
 from autopar.simulate.closed_forms.residual_network import ResidualNetworkShape
 from autopar.simulate.closed_forms.training_job import KNOWN_DEPTHS, StageLayout, TrainingJob, problems
 from autopar.simulate.closed_forms.transformer_shape import TransformerShape
@@ -208,12 +212,19 @@ class _Cells:
 
 def _job(reader: _Cells, family: str, cluster: Cluster) -> TrainingJob:
     shape = _images(reader) if family == "wide_resnet" else _transformer(reader, family)
-    precision = reader.word("precision", ("fp16", "bf16", "fp32"))
+    precision = reader.word("precision", ("fp16", "bf16", "fp32", "fp8"))
     usual_attention = "fused" if cluster.device.fused_attention else "unfused"
     attention = reader.word("attention", ("fused", "unfused"), empty=usual_attention)
     usual = "momentum" if family == "wide_resnet" else "adam"
     data_ranks, tensor_ranks, stages = reader.whole("dp"), reader.whole("tp"), reader.whole("pp")
+    context_ranks = reader.whole("context_parallel", empty=1)
     layers = _stage_layers(reader, len(shape.blocks), stages)
+    stage_kinds = _stage_kinds(reader, cluster, stages, data_ranks * tensor_ranks * context_ranks)
+    if precision == "fp8":
+        _check_narrow([cluster.of_kind(kind) for kind in stage_kinds] or [cluster])
+    offload = reader.word("offload", ("none", "optimizer"), empty="none")
+    if offload != "none":
+        _check_host_links([cluster.of_kind(kind) for kind in stage_kinds] or [cluster])
     return TrainingJob(
         shape=shape,
         devices=reader.whole("devices"),
@@ -223,12 +234,16 @@ def _job(reader: _Cells, family: str, cluster: Cluster) -> TrainingJob:
         tensor_ranks=tensor_ranks,
         stages=stages,
         stage_layouts=tuple(StageLayout(count, data_ranks, tensor_ranks) for count in layers),
-        stage_kinds=_stage_kinds(reader, cluster, stages, data_ranks * tensor_ranks),
+        stage_kinds=stage_kinds,
         shard_ranks=reader.whole_or_none("shard_ranks"),
+        context_ranks=context_ranks,
+        context_exchange=reader.word("context_exchange", ("all-gather", "ring"), empty="all-gather"),  # type: ignore[arg-type]
         virtual_stages=reader.whole_or_none("virtual_stages"),
         expert_ranks=reader.whole("ep", empty=1),
+        reduce_gradients=reader.word("reduce_gradients", ("once", "each"), empty="usual"),  # type: ignore[arg-type]
+        offload=offload,  # type: ignore[arg-type]
         zero_stage=int(reader.word("zero_stage", ("0", "1", "2", "3"))),
-        recompute=reader.word("recompute", ("none", "selective", "full")),  # type: ignore[arg-type]
+        recompute=reader.word("recompute", ("none", "selective", "dots", "full")),  # type: ignore[arg-type]
         sequence_parallel=reader.word("sequence_parallel", (*_NO, *_YES), empty="0") in _YES,
         precision=precision,  # type: ignore[arg-type]
         fused_attention=attention == "fused",
@@ -236,6 +251,29 @@ def _job(reader: _Cells, family: str, cluster: Cluster) -> TrainingJob:
         overlap=reader.word("overlap", ("usual", "none", "gradients", "all"), empty="usual"),  # type: ignore[arg-type]
         optimizer=reader.word("optimizer", ("adam", "momentum", "adafactor"), empty=usual),  # type: ignore[arg-type]
     )
+
+
+def _check_narrow(clusters: Iterable[Cluster]) -> None:
+    """Raise RowError for a cluster whose file does not say what 8-bit products reach."""
+    for cluster in clusters:
+        if not multiplies_narrow(cluster):
+            known = ", ".join(dict.fromkeys(other.name for other in PRESETS.values() if multiplies_narrow(other)))
+            text = f"is 'fp8', but the cluster file of {cluster.name} does not say what {cluster.device.name} reaches in it: use "
+            fix = f"bf16, or one of {known}, or state {NARROW} in peak_flops_per_s and matrix_efficiency of a file of yours"
+            raise RowError(_join_problems([("precision", text + fix)]))
+
+
+def _check_host_links(clusters: Iterable[Cluster]) -> None:
+    """Raise RowError for a cluster whose file does not say how fast its devices reach the host's memory."""
+    for cluster in clusters:
+        if not cluster.device.host_bytes_per_s:
+            known = ", ".join(dict.fromkeys(other.name for other in PRESETS.values() if other.device.host_bytes_per_s))
+            fact = f"is 'optimizer', but the cluster file of {cluster.name} states no device.host_bytes_per_s"
+            raise RowError(
+                _join_problems(
+                    [("offload", f"{fact}: leave it empty, use one of {known}, or state it in a file of yours")]
+                )
+            )
 
 
 def _stage_layers(reader: _Cells, layers: int, stages: int) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from autopar.cost_model.hardware import preset
         ("v100-pcie", "float16", 640, 64, 1.38e9),
         ("dgx-a100-80gb", "bfloat16", 432, 256, 1.41e9),  # Ampere
         ("dgx-h100", "bfloat16", 528, 512, 1.83e9),  # Hopper
+        ("dgx-h100", "float8", 528, 1024, 1.83e9),
         ("mi300x", "bfloat16", 304, 1024, 2.1e9),  # compute units of CDNA 3
         ("mi300x", "float32", 304, 128, 2.1e9),
         ("g2-standard-96", "bfloat16", 240, 128, 2.04e9),  # L4: Ada

@@ -25,9 +25,27 @@ BAD = [
     ({"vocab": "1e10"}, "column 'vocab' is '1e10': write a whole number of at most 1_000_000_000"),
     ({"hidden": "wide"}, "column 'hidden' is 'wide': write a whole number of at least 1"),
     ({"family": "rnn"}, "column 'family' is 'rnn': use one of gpt, llama, moe, t5, wide_resnet, bert"),
-    ({"recompute": "some"}, "column 'recompute' is 'some': use one of none, selective, full"),
+    ({"recompute": "some"}, "column 'recompute' is 'some': use one of none, selective, dots, full"),
     ({"zero_stage": "4"}, "column 'zero_stage' is '4': use one of 0, 1, 2, 3"),
-    ({"precision": "fp8"}, "column 'precision' is 'fp8': use one of fp16, bf16, fp32"),
+    ({"precision": "fp4"}, "column 'precision' is 'fp4': use one of fp16, bf16, fp32, fp8"),
+    (
+        {"precision": "fp8"},
+        "column 'precision' is 'fp8', but the cluster file of dgx-a100-80gb does not say what A100-SXM4-80GB reaches in it: use "
+        "bf16, or one of a3-mega, b200, dgx-h100, dgx-h200, gb200-nvl72, gb300-nvl72, h200, or state float8 in peak_flops_per_s",
+    ),
+    (
+        {
+            "family": "wide_resnet",
+            "layers": "50",
+            "hidden": "160",
+            "seq_len": "224",
+            "virtual_stages": "1",
+            "recompute": "none",
+            "cluster": "dgx-h100",
+            "precision": "fp8",
+        },
+        "column 'precision' is 'fp8', but convolutions have no price in it: use bf16",
+    ),
     (
         {"global_batch": "63", "microbatch": "2"},
         "column 'global_batch' is 63, which dp x microbatch = 1 x 2 = 2 does not divide",
@@ -47,6 +65,49 @@ BAD = [
         "column 'stage_kinds' is 'a100+a100+a100+a100+v100+v100+v100+v100': 4 stages of 8 devices on a100, of which there are 16",
     ),
     ({"shard_ranks": "8"}, "column 'shard_ranks' is 8, but zero_stage is 0, which divides nothing"),
+    (
+        {"context_parallel": "2"},
+        "column 'devices' is 64, but dp x tp x pp x context_parallel is 1 x 8 x 8 x 2 = 128: make them equal",
+    ),
+    (
+        {"context_parallel": "3", "devices": "192"},
+        "column 'context_parallel' is 3: each rank has one piece of both halves of the sequence, so that causal attention is "
+        "even, but 2 x 3 does not divide seq_len = 2048: use one of 2, 4, 1, 8",
+    ),
+    (
+        {"context_parallel": "512", "devices": str(64 * 512)},
+        "column 'context_parallel' is 512, which leaves 4 tokens of a sequence to a rank; tp = 8 does not divide them",
+    ),
+    (
+        {"context_parallel": "2", "devices": "128", "context_exchange": "ring", "attention": "unfused"},
+        "column 'context_exchange' is 'ring', but attention is unfused: a ring adds up blocks by the sums",
+    ),
+    ({"context_parallel": "half"}, "column 'context_parallel' is 'half': write a whole number of at least 1"),
+    ({"reduce_gradients": "never"}, "column 'reduce_gradients' is 'never': use one of once, each"),
+    (
+        {"family": "moe", "recompute": "dots"},
+        "column 'recompute' is 'dots', which keeps products without batch dimensions; those of experts have one: use none",
+    ),
+    ({"offload": "weights"}, "column 'offload' is 'weights': use one of none, optimizer"),
+    (
+        {"cluster": "tpu-v5p", "offload": "optimizer"},
+        "column 'offload' is 'optimizer', but the cluster file of tpu-v5p states no device.host_bytes_per_s: leave it empty, use "
+        "one of a3-mega, dgx-a100-40gb, dgx-a100-80gb, dgx-h100, dgx-h200, h200, p4d.24xlarge, or state it in a file of yours",
+    ),
+    ({"context_exchange": "ulysses"}, "column 'context_exchange' is 'ulysses': use one of all-gather, ring"),
+    (
+        {
+            "family": "wide_resnet",
+            "layers": "50",
+            "hidden": "160",
+            "seq_len": "224",
+            "virtual_stages": "1",
+            "recompute": "none",
+            "context_parallel": "2",
+            "devices": "128",
+        },
+        "column 'context_parallel' is 2, but images have no sequence to divide: use 1",
+    ),
     ({"kv_heads": "36"}, "column 'kv_heads' is 36, which does not divide heads = 96"),
     ({"ep": "3"}, "column 'ep' is 3; expert ranks are some of the dp = 1 ranks: use one of its divisors"),
     ({"seq_len": "2050"}, "column 'sequence_parallel' is 1, but tp = 8 does not divide seq_len = 2050"),
@@ -108,7 +169,16 @@ BAD = [
 @pytest.fixture(scope="module")
 def bad_and_good(tmp_path_factory):
     """(what is found in a table of all bad rows, a good one after each; standard error)."""
-    good = GOOD | {"stage_kinds": "", "shard_ranks": ""}
+    optional = (
+        "stage_kinds",
+        "shard_ranks",
+        "context_parallel",
+        "context_exchange",
+        "attention",
+        "reduce_gradients",
+        "offload",
+    )
+    good = GOOD | dict.fromkeys(optional, "")
     rows = [row for changes, _ in BAD for row in (good | {"id": "bad"} | changes, good)]
     path = table(tmp_path_factory.mktemp("rows") / "rows.csv", *rows)
     with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as errors:

@@ -2,12 +2,16 @@
 
 import pytest
 
+from autopar.cost_model.hardware import find_cluster
 from tests.run_tables import GOOD, SMALL_PLAN, json_of, table
 
 SMALL = GOOD | SMALL_PLAN | {
     "layers": "8", "hidden": "2048", "heads": "16", "kv_heads": "16", "ffn_hidden": "8192", "seq_len": "1024",
     "recompute": "none", "sequence_parallel": "0",
 }  # fmt: skip
+
+USUAL = {"context_parallel": "1", "context_exchange": "ring", "reduce_gradients": "each", "offload": "none"}
+"""What columns say that change nothing."""
 
 
 def priced(tmp_path, capsys, *rows: dict[str, str]) -> list[dict]:
@@ -39,6 +43,16 @@ def test_hybrid_sharding_is_planned_on_the_ranks_that_share_states(tmp_path, cap
     assert alike["predicted_step_s"] == usual["predicted_step_s"]
 
 
+def test_an_offloaded_optimizer_adds_its_bytes_over_the_host_link_by_plans_too(tmp_path, capsys):
+    plan = SMALL | {"devices": "1", "dp": "1", "tp": "1", "pp": "1", "global_batch": "4"}
+    usual, offloaded = priced(tmp_path, capsys, plan, plan | {"offload": "optimizer"})
+    assert offloaded["not_planned"] == ""
+    saved = (usual["states_GB"] - offloaded["states_GB"]) * 1e9
+    carried_s = 2 * saved / find_cluster(plan["cluster"]).device.host_bytes_per_s
+    for way in ("predicted_step_s", "closed_form_step_s"):
+        assert offloaded[way] == pytest.approx(usual[way] + carried_s)
+
+
 def test_a_deeper_decoder_is_planned(tmp_path, capsys):
     t5 = SMALL | {"family": "t5", "devices": "1", "dp": "1", "tp": "1", "pp": "1", "global_batch": "4", "layers": "2"}
     equal, deeper = priced(tmp_path, capsys, t5, t5 | {"decoder_layers": "3"})
@@ -56,6 +70,21 @@ def test_a_deeper_decoder_is_planned(tmp_path, capsys):
             {"shared_experts": "1", "experts": "4"},
             "column 'shared_experts' is 1: models/ builds a moe without any",
         ),
+        (
+            "gpt",
+            {"context_parallel": "2", "devices": "4"},
+            "column 'context_parallel' is 2: models/ builds layers of whole sequences, so only the closed form prices it",
+        ),
+        (
+            "gpt",
+            {"recompute": "dots"},
+            "column 'recompute' is 'dots': a part's plan repeats all of it or its scores, so only the closed form prices it",
+        ),
+        (
+            "gpt",
+            {"precision": "fp8", "cluster": "dgx-h100"},
+            "column 'precision' is 'fp8': models/ multiplies in bf16, so only the closed form prices casts and 8-bit products",
+        ),
     ],
 )
 def test_what_models_cannot_build_is_priced_in_closed_form_and_says_so(family, changes, text, tmp_path, capsys):
@@ -63,3 +92,10 @@ def test_what_models_cannot_build_is_priced_in_closed_form_and_says_so(family, c
     (row,) = priced(tmp_path, capsys, one)
     assert text in row["not_planned"]
     assert row["predicted_step_s"] == row["closed_form_step_s"]
+
+
+def test_optional_columns_at_their_usual_values_change_nothing(tmp_path, capsys):
+    plan = SMALL | {"devices": "4", "dp": "2", "tp": "2", "pp": "1", "global_batch": "16", "zero_stage": "2"}
+    empty, stated = priced(tmp_path, capsys, plan, plan | USUAL)
+    assert stated["not_planned"] == ""
+    assert stated == empty | {"id": stated["id"]}

@@ -1,15 +1,18 @@
 """The parts of many rows are planned once, side by side, on no more data ranks than make a difference."""
 
 import dataclasses
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 
 from autopar.cost_model.hardware import preset
+from autopar.simulate import planned_parts
 from autopar.simulate.closed_forms.job_prediction import Part, predict
+from autopar.simulate.closed_forms.layer_split import LayerSplit
 from autopar.simulate.closed_forms.training_job import TrainingJob
-from autopar.simulate.closed_forms.transformer import LayerSplit
 from autopar.simulate.closed_forms.transformer_shape import TransformerShape
+from autopar.simulate.part_constraints import DATA
 from autopar.simulate.planned_parts import PartPlanner, planned_prediction
 from autopar.simulate.rows import Row, read_table
 
@@ -35,6 +38,19 @@ def test_data_ranks_make_no_difference_to_a_planned_part():
     assert (alone.kept_bytes, alone.scores_bytes, alone.again_bytes) == (
         many.kept_bytes, many.scores_bytes, many.again_bytes
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(("when", "shared"), [("usual", True), ("each", True), ("once", False)])
+def test_gradients_that_are_reduced_once_a_step_are_whole_in_a_planned_part(when, shared, monkeypatch):
+    """Under ZeRO 3; its parameters are shared among the data ranks either way."""
+    stated = []
+    monkeypatch.setattr(planned_parts, "plan_part", lambda _cluster, _part, step, **_: stated.append(step.constraints))
+    part = Part(kind="plain", shape=SHAPE, split=LayerSplit(samples=1), data_ranks=8)
+    PartPlanner().plan(CLUSTER, part, dataclasses.replace(JOB, zero_stage=3, reduce_gradients=when))
+    layouts = {rule.glob: rule.layout for rule in stated[0].rules}
+    for place, expected in (("params", True), ("grads", shared)):
+        (kernel,) = (layout for glob, layout in layouts.items() if fnmatch(glob, f"state/{place}/*/up/kernel"))
+        assert (DATA in kernel) == expected
 
 
 @pytest.mark.sweep

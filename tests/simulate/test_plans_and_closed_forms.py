@@ -1,5 +1,6 @@
-"""Two ways to one price: over the grid dp x ZeRO x tp x pp x recomputation x sequence parallelism plans and closed form agree."""
+"""Two ways to a price: over dp, ZeRO, tp, pp, recomputation, sequence parallelism and reductions plans and closed form agree."""
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 
@@ -26,10 +27,10 @@ def job(dp: int, zero: int, tp: int, pp: int, recompute: str, sequence: bool, *,
 
 
 def grid() -> Iterator[TrainingJob]:
-    for dp, zero, (tp, sequence), pp, recompute in itertools.product(
-        (2, 4), range(4), ((1, False), (2, False), (4, True)), (1, 2), ("none", "selective", "full")
+    for dp, zero, (tp, sequence), pp, recompute, when in itertools.product(
+        (2, 4), range(4), ((1, False), (2, False), (4, True)), (1, 2), ("none", "selective", "full"), ("once", "each")
     ):
-        yield job(dp, zero, tp, pp, recompute, sequence)
+        yield dataclasses.replace(job(dp, zero, tp, pp, recompute, sequence), reduce_gradients=when)
 
 
 def apart(planner: PartPlanner, row: TrainingJob) -> float:
@@ -42,13 +43,17 @@ def planner() -> PartPlanner:
     return PartPlanner()
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "row",
     [
         pytest.param(job(2, 1, 4, 2, "none", True), id="split-optimizer-and-tokens"),
         pytest.param(job(4, 2, 4, 1, "full", True), id="split-gradients"),
         pytest.param(job(4, 3, 1, 2, "selective", False), id="split-parameters"),
+        pytest.param(
+            dataclasses.replace(job(4, 3, 4, 1, "full", True), reduce_gradients="once"),
+            id="whole-gradients-of-split-parameters",
+        ),
     ],
 )
 def test_plans_and_closed_form_are_near(planner, row):

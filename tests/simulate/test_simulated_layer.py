@@ -16,11 +16,12 @@ from autopar.layouts.constraints import Constraints, Rule, SplitBatch
 from autopar.layouts.mesh import LogicalMesh
 from autopar.plan import CollectivePlan
 from autopar.simulate.closed_forms.job_prediction import Part, predict, predict_with
+from autopar.simulate.closed_forms.layer_split import LayerSplit
 from autopar.simulate.closed_forms.operations import Exchange, MatrixProduct, Work
 from autopar.simulate.closed_forms.prices import InTraining, StagePrices
 from autopar.simulate.closed_forms.residual_network import BlockSplit, ResidualNetworkShape, bottleneck_work
 from autopar.simulate.closed_forms.training_job import TrainingJob
-from autopar.simulate.closed_forms.transformer import LayerSplit, block_work, head_work
+from autopar.simulate.closed_forms.transformer import block_work, head_work
 from autopar.simulate.closed_forms.transformer_shape import TransformerShape
 from autopar.simulate.model_parts import PartStep, UnbuildablePart, part_step
 from autopar.simulate.part_plans import PlannedPart, exchanges_of
@@ -138,7 +139,7 @@ def test_the_planners_contractions_take_what_the_closed_forms_products_take():
     part, again = planned("plain", SPLIT), planned("plain", dataclasses.replace(SPLIT, recompute="full"))
     products = [op for op in _compute(block_work(SHAPE, SPLIT)) if isinstance(op, MatrixProduct)]
     in_a_loop = StagePrices(
-        cluster=LOOP, dtype="float16", element_bytes=2, mesh=(1, DATA, 1, TENSOR), reached=InTraining()
+        cluster=LOOP, dtype="float16", element_bytes=2, mesh=(1, DATA, 1, 1, TENSOR), reached=InTraining()
     )
     assert part.work.contraction_s == pytest.approx(sum(map(in_a_loop.product_s, products)), rel=0.02)
     assert again.work.contraction_s / part.work.contraction_s == pytest.approx(4 / 3, rel=0.02)
@@ -192,7 +193,7 @@ def test_a_kernel_that_fuses_attention_replaces_what_touches_the_scores():
         dataclasses.replace(job(split), shape=shape, fused_attention=True),
     )
     found = PartPlanner().plan(CLUSTER, part, fused)
-    in_a_loop = StagePrices(cluster=LOOP, dtype="float16", element_bytes=2, mesh=(1, 1, 1, 1), reached=InTraining())
+    in_a_loop = StagePrices(cluster=LOOP, dtype="float16", element_bytes=2, mesh=(1, 1, 1, 1, 1), reached=InTraining())
     closed = block_work(shape, split)
     linear = [op for op in _compute(closed) if isinstance(op, MatrixProduct) and op.batch == 1.0]
     assert len(linear) == 12
@@ -300,7 +301,9 @@ def test_a_bottleneck_is_planned_as_the_published_network_has_it():
     found = PartPlanner().plan(cluster, part, images)
     work = bottleneck_work(block, split)
     assert found.gradient_bytes == pytest.approx(4 * work.parameters, rel=0.02)
-    in_a_loop = StagePrices(cluster=cluster, dtype="float32", element_bytes=4, mesh=(1, 2, 1, 1), reached=InTraining())
+    in_a_loop = StagePrices(
+        cluster=cluster, dtype="float32", element_bytes=4, mesh=(1, 2, 1, 1, 1), reached=InTraining()
+    )
     products = [dataclasses.replace(op, convolution=False) for op in _compute(work) if isinstance(op, MatrixProduct)]
     assert found.work.contraction_s == pytest.approx(sum(map(in_a_loop.product_s, products)), rel=0.1)
     assert found.exchanges == ()

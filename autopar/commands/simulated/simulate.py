@@ -18,6 +18,7 @@ from pathlib import Path
 
 from autopar.commands.simulated.simulate_plan import simulate_plan
 from autopar.commands.simulated.simulate_tables import (
+    CONTEXT,
     SHOWN_KINDS,
     make_closed_form_table,
     make_parts_table,
@@ -110,7 +111,7 @@ def json_row(row: PricedRow) -> dict[str, object]:
         row.row.id, row.row.source, row.row.cluster_name, row.row.step_s, step.step_s, row.row.model_tflops_per_device,
         row.predicted.tflops_per_device, row.row.peak_mem_GB, step.memory.peak_bytes / GIGA, step.fits,
     )  # fmt: skip
-    ratios = {f"{kind}_overlap_ratio": overlap_ratio(step.communication[kind]) for kind in SHOWN_KINDS}
+    ratios = {f"{kind}_overlap_ratio": overlap_ratio(step.communication[kind]) for kind in (*SHOWN_KINDS, CONTEXT)}
     return {
         **dict(zip(JSON_KEYS, required, strict=True)),
         "error": row.error,

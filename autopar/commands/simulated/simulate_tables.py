@@ -14,6 +14,8 @@ from autopar.explain.units import bytes_text, seconds_text
 from autopar.simulate.error_summary import GIGA, ErrorSummary, PricedRow
 
 SHOWN_KINDS: tuple[Kind, ...] = ("tensor", "pipeline", "data_parallel", "zero3")
+CONTEXT: Kind = "context"
+"""Shown where some row divides its sequences."""
 
 
 def make_rows_table(rows: Sequence[PricedRow]) -> Table:
@@ -77,16 +79,17 @@ def _or_dash(value: float | None, text: Callable[[float], str]) -> str:
 
 def make_parts_table(rows: Sequence[PricedRow]) -> Table:
     """Where the seconds of each row's step go."""
+    divided = any(priced.predicted.step.communication[CONTEXT].total_s for priced in rows)
     table = new_table(
         "Where the step goes; overlap is hidden over all communication of a kind",
         "row", "compute", "bubble", "optimizer", "tensor", "overlap", "pipeline", "overlap", "data", "overlap", "zero3",
-        "overlap", "experts",
+        "overlap", *(("context", "overlap") if divided else ()), "experts",
         words=("row",),
     )  # fmt: skip
     for priced in rows:
         step = priced.predicted.step
         kinds = []
-        for kind in SHOWN_KINDS:
+        for kind in (*SHOWN_KINDS, *((CONTEXT,) if divided else ())):
             part = step.communication[kind]
             ratio = overlap_ratio(part)
             kinds += [seconds_text(part.exposed_s), _or_dash(ratio, "{:.0%}".format)]

@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Callable, Hashable, Sequence
 
 from autopar.cost_model.machine import Cluster
+from autopar.simulate.closed_forms.layer_split import LayerSplit
 from autopar.simulate.closed_forms.operations import Work
 from autopar.simulate.closed_forms.prices import FITTED, InTraining
 from autopar.simulate.closed_forms.residual_network import (
@@ -23,9 +24,10 @@ from autopar.simulate.closed_forms.residual_network import (
     linear_head_work,
     stem_work,
 )
+from autopar.simulate.closed_forms.stage_work import StageWork, StepPlan
 from autopar.simulate.closed_forms.training_job import StageLayout, TrainingJob, problems
-from autopar.simulate.closed_forms.training_step import StageWork, StepPlan, StepPrediction, predict_step
-from autopar.simulate.closed_forms.transformer import LayerSplit, block_work, embedding_work, head_work
+from autopar.simulate.closed_forms.training_step import StepPrediction, predict_step
+from autopar.simulate.closed_forms.transformer import block_work, embedding_work, head_work
 from autopar.simulate.closed_forms.transformer_shape import TransformerShape
 
 _MICROBATCHES_TRIED = (1, 2, 4, 8, 16)
@@ -105,6 +107,8 @@ def step_plan(job: TrainingJob) -> StepPlan:
         sequence_parallel=job.sequence_parallel,
         optimizer=job.optimizer,
         overlap=job.overlap,
+        reduce_gradients=job.reduce_gradients,
+        offload=job.offload,
     )
 
 
@@ -180,17 +184,7 @@ def _transformer_stage(
     place: _Place,
     timing: Timing,
 ) -> StageWork:
-    split = LayerSplit(
-        samples=_samples(job, layout),
-        tensor_ranks=layout.tensor_ranks,
-        expert_ranks=min(job.expert_ranks, layout.data_ranks),
-        sequence_parallel=job.sequence_parallel,
-        recompute=job.recompute,
-        fused_attention=job.fused_attention,
-        element_bytes=job.element_bytes,
-        gradient_bytes=int(job.states.gradient),
-        gradient_owners=(job.shard_ranks or layout.data_ranks) if job.zero_stage >= 2 else 1,
-    )
+    split = _layer_split(job, layout)
 
     def timed(kind: str, work: Work) -> Work:
         return timing(
@@ -213,10 +207,29 @@ def _transformer_stage(
         data_ranks=layout.data_ranks,
         tensor_ranks=layout.tensor_ranks,
         expert_ranks=split.expert_ranks,
+        context_ranks=job.context_ranks,
         shard_ranks=job.shard_ranks,
         device_kind=place.device_kind,
         first=timed("embedding", embedding_work(shape, split)) if place.first else None,
         last=head,
+    )
+
+
+def _layer_split(job: TrainingJob, layout: StageLayout) -> LayerSplit:
+    """How the ranks of a stage divide its layers."""
+    return LayerSplit(
+        samples=_samples(job, layout),
+        tensor_ranks=layout.tensor_ranks,
+        expert_ranks=min(job.expert_ranks, layout.data_ranks),
+        sequence_parallel=job.sequence_parallel,
+        recompute=job.recompute,
+        fused_attention=job.fused_attention,
+        element_bytes=job.element_bytes,
+        gradient_bytes=int(job.states.gradient),
+        gradient_owners=(job.shard_ranks or layout.data_ranks) * job.context_ranks if job.divides_gradients else 1,
+        context_ranks=job.context_ranks,
+        context_exchange=job.context_exchange,
+        narrow_products=job.precision == "fp8",
     )
 
 

@@ -6,7 +6,9 @@ stages per device, m microbatches, L layers. For elements of two bytes and a pla
     nothing recomputed                     s b h (10 + 24/t + 5 a s/(h t)), for t = 1 s b h (34 + 5 a s/h)
     sequence parallel                      (s b h/t) (34 + 5 a s/h)
     selective: the scores are not kept     the same without 5 a s/h
+    dots: the input and products' results  2 s b (h + h + 3 h/t + 4 h/t), the first two divided by t with sequence parallelism
     full: only the layer's input           2 s b h, with sequence parallelism 2 s b h/t
+    context parallel                       each of these divided by c: a rank has s/c of the tokens, and scores of s/c by s
 
 in parts: QKV input 2, queries and keys 4, values 2, input of the output product 2, dropout mask 1, both norms 4;
 feed-forward input 2, its first result 8 and the activation 8, dropout mask 1 (times s b h); softmax 2, its dropout 2 and
@@ -42,17 +44,25 @@ class ActivationShape:
     feed_forwards: int = 1
     dispatch_places: int = 0
     tensor_ranks: int = 1
+    context_ranks: int = 1
     sequence_parallel: bool = False
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Literal["none", "selective", "dots", "full"] = "none"
     element_bytes: int = 2
 
 
 def layer_activation_bytes(shape: ActivationShape) -> float:
     """Bytes that one block keeps for its backward pass, on one device, for one microbatch."""
-    e, tokens, h, t = shape.element_bytes, shape.seq_len * shape.samples, shape.hidden, shape.tensor_ranks
+    e, h, t = shape.element_bytes, shape.hidden, shape.tensor_ranks
+    tokens = shape.seq_len * shape.samples / shape.context_ranks
     if shape.recompute == "full":
         return e * tokens * h / (t if shape.sequence_parallel else 1)
     kv = (shape.kv_heads or shape.heads) / shape.heads
+    if shape.recompute == "dots":  # the result of the last product is read by no backward pass
+        inner = (
+            shape.attentions * (1 + 2 * kv) * (shape.attention_width or h)
+            + (2 if shape.gated else 1) * shape.ffn_hidden
+        )
+        return e * tokens * ((1 + shape.attentions) * h / (t if shape.sequence_parallel else 1) + inner / t)
     # Repeated on every rank unless the tokens are split: both inputs and both norms (e each), and two dropout masks.
     outer = (2 * e + 1) * h * (shape.attentions + 1)
     inner = shape.attentions * (2 + 2 * kv) * (shape.attention_width or h) * e
@@ -75,12 +85,15 @@ class StateBytes:
     gradient: float = 2.0
     optimizer: float = 12.0
 
-    def per_parameter(self, zero_stage: int, data_ranks: int) -> float:
-        """Bytes on one of `data_ranks`: ZeRO 1 divides the optimizer's, 2 also gradients, 3 also parameters."""
+    def per_parameter(self, zero_stage: int, data_ranks: int, *, whole_gradients: bool = False) -> float:
+        """Bytes on one of `data_ranks`: ZeRO 1 divides the optimizer's, 2 also gradients, 3 also parameters.
+
+        `whole_gradients`: they are added up on every rank and divided once a step, so ZeRO saves nothing of them.
+        """
         d = data_ranks
         return (
             self.parameter / (d if zero_stage >= 3 else 1)
-            + self.gradient / (d if zero_stage >= 2 else 1)
+            + self.gradient / (d if zero_stage >= 2 and not whole_gradients else 1)
             + self.optimizer / (d if zero_stage >= 1 else 1)
         )
 

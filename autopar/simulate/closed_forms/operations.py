@@ -13,7 +13,7 @@ import dataclasses
 from typing import Literal
 
 ExchangeKind = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all", "permute"]
-Group = Literal["tensor", "data", "expert"]
+Group = Literal["tensor", "context", "data", "expert"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class MatrixProduct:
 
     `convolution`: m positions, n channels and k = window x channels of one, in whatever order its pass contracts them.
     `attention`: these are the products of a fused attention kernel, its forward or its backward one: m queries of width k, of
-    which each sees n keys in the mean.
+    which each sees n keys in the mean. `narrow`: its operands are of 8 bits, its result is not.
     """
 
     m: float
@@ -32,6 +32,7 @@ class MatrixProduct:
     extra_bytes: float = 0.0
     convolution: bool = False
     attention: Literal["", "forward", "backward"] = ""
+    narrow: bool = False
 
     @property
     def flops(self) -> float:
@@ -50,8 +51,8 @@ class FusedGroup:
 class Exchange:
     """A collective of a group; `full_bytes` is the larger side on one device.
 
-    `behind`: the work that does not wait for it ("product": an independent matrix product of the same layer). `seconds`, where
-    somebody else, such as a plan, has priced it.
+    `behind`: the work that does not wait for it ("product": an independent matrix product of the same layer, the next one).
+    `seconds`, where somebody else, such as a plan, has priced it.
     """
 
     kind: ExchangeKind

@@ -1,10 +1,10 @@
 """Seconds of the operations of a training step on one stage's devices.
 
 In: a cluster, the number format of the products, the stage's logical mesh (stages, data ranks outside an expert group,
-expert ranks, tensor ranks), row-major: tensor ranks are neighbours. Out: seconds of a product (peak times the measured
-efficiency of its shape, or the memory traffic of its operands, whichever is longer), of a fused group (bytes over sustained
-bandwidth) and of an exchange (cheapest algorithm over the tiers that its group crosses). What can go wrong: a mesh larger
-than the machine, which raises ValueError with both numbers.
+expert ranks, context ranks, tensor ranks), row-major: tensor ranks are neighbours, context ranks come next, as in Megatron-LM
+and Llama 3. Out: seconds of a product (peak times the measured efficiency of its shape, or the memory traffic of its operands,
+whichever is longer), of a fused group (bytes over sustained bandwidth) and of an exchange (cheapest algorithm over the tiers
+that its group crosses). What can go wrong: a mesh larger than the machine, which raises ValueError with both numbers.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 
 from autopar.cost_model.collectives import MeshCosts
 from autopar.cost_model.machine import Cluster
@@ -36,9 +37,22 @@ FITTED = InTraining(matrix=0.94)
 FITTED_PLANS = InTraining(matrix=0.94, memory=0.75)
 """The same where a planner's plans say what the parts of a step do. Its kernels merge more than those of the frameworks, so they
 move fewer bytes: `memory` is what makes both ways agree in the mean over a grid of plans (test_plans_and_closed_forms)."""
-DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
-_DATA, _EXPERT, _TENSOR = 1, 2, 3
-_AXES: dict[Group, tuple[int, ...]] = {"tensor": (_TENSOR,), "expert": (_EXPERT,), "data": (_DATA, _EXPERT)}
+DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp8": "bfloat16"}
+"""The format of products in each precision; under fp8 of those that are not `narrow`."""
+NARROW = "float8"
+_DATA, _EXPERT, _CONTEXT, _TENSOR = 1, 2, 3, 4
+_AXES: dict[Group, tuple[int, ...]] = {
+    "tensor": (_TENSOR,),
+    "context": (_CONTEXT,),
+    "expert": (_EXPERT,),
+    "data": (_DATA, _EXPERT, _CONTEXT),
+}
+
+
+def multiplies_narrow(cluster: Cluster) -> bool:
+    """Whether the device file states what products of 8-bit operands reach: a peak and an efficiency."""
+    device = cluster.device
+    return NARROW in device.peak_flops_per_s and NARROW in device.matrix_efficiency
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,7 +62,7 @@ class StagePrices:
     cluster: Cluster
     dtype: str
     element_bytes: int
-    mesh: tuple[int, int, int, int]
+    mesh: tuple[int, int, int, int, int]
     reached: InTraining = FITTED
 
     @functools.cached_property
@@ -74,13 +88,15 @@ class StagePrices:
         device = self.cluster.device
         m, n, k = product.m, product.n, product.k
         curve = device.convolution_efficiency_of if product.convolution else device.efficiency_of
-        rate = device.peak_of(self.dtype) * curve(self.dtype).of(m, n, k) * device.sustained.get(self.dtype, 1.0)
+        dtype = NARROW if product.narrow else self.dtype
+        rate = device.peak_of(dtype) * curve(dtype).of(m, n, k) * device.sustained.get(dtype, 1.0)
         if product.attention and self.element_bytes == 2:
             rate = device.attention_flops_per_s(k, n, backward=product.attention == "backward") or rate
         rate *= self.reached.matrix
         # The scores of a fused kernel, its result here or its operand, stay on the chip.
         scores = 0.0 if product.attention else m * n
         moved = self.element_bytes * product.batch * (m * k + k * n + scores) + product.extra_bytes
+        moved -= (self.element_bytes - 1) * product.batch * (m * k + k * n) if product.narrow else 0.0
         return max(product.flops / rate, moved / device.sustained_bytes_per_s) + device.launch_s
 
     def fused_s(self, moved_bytes: float) -> float:
@@ -90,7 +106,10 @@ class StagePrices:
 
     def exchange_s(self, kind: str, full_bytes: float, group: Group) -> float:
         """Seconds of a collective over a group of this stage; `full_bytes` on its larger side."""
-        axes = tuple(axis for axis in _AXES[group] if self.mesh[axis] > 1)
+        return self._exchange_s(kind, full_bytes, _AXES[group])
+
+    def _exchange_s(self, kind: str, full_bytes: float, along: Sequence[int]) -> float:
+        axes = tuple(axis for axis in along if self.mesh[axis] > 1)
         if not axes or not full_bytes:
             return 0.0
         costs = self._costs
@@ -104,25 +123,24 @@ class StagePrices:
         return price(full_bytes, axes)
 
     def dense_gradient_s(self, kind: str, full_bytes: float) -> float:
-        """Seconds to reduce or gather what all data-parallel ranks share."""
+        """Seconds to reduce or gather what all data-parallel and context-parallel ranks share."""
         return self.exchange_s(kind, full_bytes, "data")
 
     def expert_gradient_s(self, kind: str, full_bytes: float) -> float:
         """Seconds to reduce or gather experts, which only every expert_ranks-th data rank shares."""
-        if self.mesh[_DATA] == 1 or not full_bytes:
-            return 0.0
-        price = {"all-reduce": self._costs.all_reduce_s, "reduce-scatter": self._costs.reduce_scatter_s}
-        return price.get(kind, self._costs.all_gather_s)(full_bytes, (_DATA,))
+        return self._exchange_s(kind, full_bytes, (_DATA, _CONTEXT))
 
     def hybrid_gradient_s(self, kind: str, full_bytes: float) -> float:
-        """Seconds to reduce or gather what is divided among neighbouring data ranks, of which there are several such groups.
+        """Seconds to reduce or gather what is divided among neighbouring data ranks and their context ranks.
 
-        Each group scatters or gathers by itself; twins of all groups reduce their shards (Zhao et al. 2023, section 3.2.2).
+        Of such groups there are several. Each scatters or gathers by itself; twins of all groups reduce their shards (Zhao et al.
+        2023, section 3.2.2).
         """
-        inside_s = self.exchange_s(kind, full_bytes, "expert")
+        inside_s = self._exchange_s(kind, full_bytes, (_EXPERT, _CONTEXT))
         if kind != "reduce-scatter":
             return inside_s
-        return inside_s + self._costs.all_reduce_s(full_bytes / self.mesh[_EXPERT], (_DATA,))
+        shard_bytes = full_bytes / (self.mesh[_EXPERT] * self.mesh[_CONTEXT])
+        return inside_s + self._costs.all_reduce_s(shard_bytes, (_DATA,))
 
     def send_s(self, full_bytes: float, *, crosses_node: bool, split: bool) -> float:
         """Seconds to hand a stage's result to a neighbouring stage of as many devices.

@@ -12,15 +12,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from autopar.simulate.closed_forms.layer_split import ContextExchange, Recompute
 from autopar.simulate.closed_forms.memory import StateBytes, layers_in_flight, states_of
 from autopar.simulate.closed_forms.residual_network import (
     BLOCKS_PER_STAGE,
     ResidualNetworkShape,
 )
-from autopar.simulate.closed_forms.training_step import Optimizer, OverlapOption, Precision
-from autopar.simulate.closed_forms.transformer import (
-    Recompute,
-)
+from autopar.simulate.closed_forms.stage_work import OffloadOption, Optimizer, OverlapOption, Precision, ReduceOption
 from autopar.simulate.closed_forms.transformer_shape import TransformerShape
 
 
@@ -40,6 +38,10 @@ class TrainingJob:
     `stage_layouts`, when given, says what each stage has; `data_ranks` x `microbatch` is then still what a microbatch holds.
     `stage_kinds`: of a mixed cluster, the kind of node of each stage. `shard_ranks`: over how many of the data ranks ZeRO divides
     states, all of them unless it is stated; the others hold copies (hybrid sharding, Zhao et al. 2023, PyTorch FSDP).
+    `context_ranks`: among which each sequence is divided; they share states as data ranks do. `context_exchange`: how they see
+    each other's keys and values, gathered (Llama Team 2024, arXiv 2407.21783, section 3.3.2) or in a ring beside the blocks of
+    attention (Liu et al. 2023, arXiv 2310.01889). `reduce_gradients`: over data ranks, once a step or in every microbatch.
+    `offload`: whether the optimizer's states lie in the host's memory between steps.
     """
 
     shape: TransformerShape | ResidualNetworkShape
@@ -62,6 +64,10 @@ class TrainingJob:
     stage_layouts: tuple[StageLayout, ...] = ()
     stage_kinds: tuple[str, ...] = ()
     shard_ranks: int | None = None
+    context_ranks: int = 1
+    context_exchange: ContextExchange = "all-gather"
+    reduce_gradients: ReduceOption = "usual"
+    offload: OffloadOption = "none"
 
     @property
     def microbatches(self) -> int:
@@ -91,6 +97,11 @@ class TrainingJob:
         return states_of(self.precision, optimizer=self.optimizer, accumulate_fp32=self.accumulate_fp32)
 
     @property
+    def divides_gradients(self) -> bool:
+        """Whether a data rank keeps only its part of the gradients: ZeRO 2 and 3, unless they are reduced once a step."""
+        return self.zero_stage >= 2 and self.reduce_gradients != "once"
+
+    @property
     def model_flops(self) -> float:
         """FLOPs per step as the sources count them: three passes; blocks a fourth time if they are recomputed in full."""
         forward = self.shape.forward_flops(self.global_batch)
@@ -104,12 +115,16 @@ class TrainingJob:
 
 def problems(job: TrainingJob) -> Iterator[tuple[str, str]]:
     """What cannot work, as (column, fact and fix)."""
-    dp, tp, pp = job.data_ranks, job.tensor_ranks, job.stages
+    dp, tp, pp, cp = job.data_ranks, job.tensor_ranks, job.stages, job.context_ranks
     alike = all((layout.data_ranks, layout.tensor_ranks) == (dp, tp) for layout in job.stage_layouts)
-    if dp * tp * pp != job.devices and alike:
-        yield "devices", f"is {job.devices}, but dp x tp x pp is {dp} x {tp} x {pp} = {dp * tp * pp}: make them equal"
+    if dp * tp * pp * cp != job.devices and alike:
+        names, sizes = ("dp x tp x pp", f"{dp} x {tp} x {pp}")
+        if cp > 1:
+            names, sizes = f"{names} x context_parallel", f"{sizes} x {cp}"
+        yield "devices", f"is {job.devices}, but {names} is {sizes} = {dp * tp * pp * cp}: make them equal"
     if isinstance(job.shape, TransformerShape):
         yield from _transformer_problems(job, job.shape)
+        yield from _context_problems(job, job.shape)
     else:
         yield from _residual_problems(job, job.shape)
     yield from _sharding_problems(job)
@@ -155,8 +170,15 @@ def _residual_problems(job: TrainingJob, shape: ResidualNetworkShape) -> Iterato
     if shape.channels % tp:
         near = _divisors(shape.channels, tp)
         yield "tp", f"is {tp}, which does not divide the base channels, hidden = {shape.channels}: use one of {near}"
-    if job.recompute == "selective":
-        yield "recompute", "is 'selective', but a residual network has no attention to recompute: use none or full"
+    if job.precision == "fp8":
+        yield "precision", "is 'fp8', but convolutions have no price in it: use bf16"
+    if job.context_ranks > 1:
+        yield "context_parallel", f"is {job.context_ranks}, but images have no sequence to divide: use 1"
+    if job.recompute in ("selective", "dots"):
+        yield (
+            "recompute",
+            f"is {job.recompute!r}, but a residual network has no attention to recompute: use none or full",
+        )
 
 
 def _transformer_problems(job: TrainingJob, shape: TransformerShape) -> Iterator[tuple[str, str]]:
@@ -175,6 +197,11 @@ def _transformer_problems(job: TrainingJob, shape: TransformerShape) -> Iterator
         yield "tp", f"is {tp}; it must divide kv_heads = {shape.kv_heads} or be its multiple: use {shape.kv_heads}"
     if job.sequence_parallel and shape.seq_len % tp:
         yield "sequence_parallel", f"is 1, but tp = {tp} does not divide seq_len = {shape.seq_len}: change one of them"
+    if job.recompute == "dots" and shape.experts > 1:
+        yield (
+            "recompute",
+            "is 'dots', which keeps products without batch dimensions; those of experts have one: use none, selective or full",
+        )
     with_ends = ends_count_as_layers(job, shape)
     if job.block_count % (pp * v) and not with_ends and not job.stage_layouts:
         yield (
@@ -190,6 +217,30 @@ def _transformer_problems(job: TrainingJob, shape: TransformerShape) -> Iterator
         yield (
             "ep",
             f"is {ep}, which does not divide the {shape.experts} experts: use one of {_divisors(shape.experts, ep)}",
+        )
+
+
+def _context_problems(job: TrainingJob, shape: TransformerShape) -> Iterator[tuple[str, str]]:
+    c = job.context_ranks
+    if c == 1:
+        return
+    if shape.seq_len % (2 * c):
+        yield (
+            "context_parallel",
+            f"is {c}: each rank has one piece of both halves of the sequence, so that causal attention is even, but 2 x {c} does "
+            f"not divide seq_len = {shape.seq_len}: use one of {_divisors(shape.seq_len // 2, c)}",
+        )
+    elif job.sequence_parallel and shape.seq_len // c % job.tensor_ranks:
+        yield (
+            "context_parallel",
+            f"is {c}, which leaves {shape.seq_len // c} tokens of a sequence to a rank; tp = {job.tensor_ranks} does not divide "
+            "them: use fewer ranks, or no sequence_parallel",
+        )
+    if job.context_exchange == "ring" and not job.fused_attention:
+        yield (
+            "context_exchange",
+            "is 'ring', but attention is unfused: a ring adds up blocks by the sums that a fused kernel gives; use all-gather, "
+            "or fused attention",
         )
 
 

@@ -7,8 +7,8 @@ backward with what is recomputed, exposed collectives and sends included,
     step = pipeline(F_i + B_i) + max_i (gradient reduction that backward does not hide + optimizer)
 
 The pipeline's time is that of `schedule_time`, the hiding that of `overlap`, the bytes those of `memory`. Gradients are
-reduced once per step, or for ZeRO 2 and 3, which keep only a part of them, for every microbatch. What can go wrong: a stage
-whose layers differ much in memory: the peak takes a mean layer for interleaved schedules.
+reduced once per step, or for ZeRO 2 and 3, which keep only a part of them, for every microbatch, unless the plan says when.
+What can go wrong: a stage whose layers differ much in memory: the peak takes a mean layer for interleaved schedules.
 """
 
 from __future__ import annotations
@@ -16,95 +16,22 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 from autopar.cost_model import overlap
-from autopar.cost_model.machine import Cluster, Hidden, Overlap
+from autopar.cost_model.machine import Cluster, Overlap
 from autopar.cost_model.overlap import Communication, Kind
-from autopar.simulate.closed_forms.memory import StateBytes, layers_in_flight
-from autopar.simulate.closed_forms.operations import Exchange, MatrixProduct, Operation, Work
-from autopar.simulate.closed_forms.prices import DTYPES, FITTED, InTraining, StagePrices
+from autopar.simulate.closed_forms.data_reductions import exchange_each_microbatch, reduce_once
+from autopar.simulate.closed_forms.memory import layers_in_flight
+from autopar.simulate.closed_forms.operations import Exchange, Group, MatrixProduct, Operation
+from autopar.simulate.closed_forms.prices import DTYPES, FITTED, NARROW, InTraining, StagePrices, multiplies_narrow
 from autopar.simulate.closed_forms.schedule_time import pipeline_s
-
-Precision = Literal["fp16", "bf16", "fp32"]
-Optimizer = Literal["adam", "momentum", "adafactor"]
-OverlapOption = Literal["usual", "none", "gradients", "all"]
-"""What a run's framework lets hide: as the cluster file says; nothing over data ranks, whose reductions begin when the last
-backward pass has ended; gradients and parameters, bucket by bucket; these and tensor-parallel collectives, cut up with their
-products."""
+from autopar.simulate.closed_forms.stage_work import OverlapOption, StageWork, StepPlan
 
 # Bytes that an optimizer moves per parameter. Adam reads a gradient, a parameter and two moments and writes three of
 # them (28); mixed precision also looks for infinities while it unscales (8), takes the norm (4), clips (8) and writes
 # half-precision parameters (6). Momentum has one moment; Adafactor none, but reads the gradient once more.
 _OPTIMIZER_BYTES = {"adam": (54.0, 28.0), "momentum": (46.0, 20.0), "adafactor": (42.0, 16.0)}  # mixed, float32
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StageWork:
-    """One pipeline stage: `layers` are (work of one, how many), in order; `first` and `last` come once per microbatch.
-
-    `shard_ranks`: the data ranks among which ZeRO divides states, all unless stated. `device_kind`: of a mixed cluster.
-    """
-
-    layers: tuple[tuple[Work, int], ...]
-    data_ranks: int
-    tensor_ranks: int = 1
-    expert_ranks: int = 1
-    shard_ranks: int | None = None
-    device_kind: str = ""
-    first: Work | None = None
-    last: Work | None = None
-
-    @property
-    def owners(self) -> int:
-        """Data ranks among which ZeRO divides states."""
-        return self.shard_ranks or self.data_ranks
-
-    @property
-    def devices(self) -> int:
-        """Devices of this stage."""
-        return self.data_ranks * self.tensor_ranks
-
-    @property
-    def layer_count(self) -> int:
-        """Layers without embedding and head."""
-        return sum(count for _, count in self.layers)
-
-    @property
-    def works(self) -> tuple[tuple[Work, int], ...]:
-        """Everything, in order."""
-        before = ((self.first, 1),) if self.first else ()
-        after = ((self.last, 1),) if self.last else ()
-        return (*before, *self.layers, *after)
-
-    @property
-    def parameters(self) -> float:
-        """Parameters that one device holds before ZeRO divides them."""
-        return sum(work.parameters * count for work, count in self.works)
-
-    @property
-    def expert_parameters(self) -> float:
-        """The part of `parameters` that belongs to experts."""
-        return sum(work.expert_parameters * count for work, count in self.works)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StepPlan:
-    """What holds for all stages."""
-
-    microbatches: int
-    precision: Precision
-    states: StateBytes
-    virtual_stages: int = 1
-    zero_stage: int = 0
-    sequence_parallel: bool = False
-    optimizer: Optimizer = "adam"
-    overlap: OverlapOption = "usual"
-
-    @property
-    def element_bytes(self) -> int:
-        """Of parameters and activations."""
-        return 4 if self.precision == "fp32" else 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -169,6 +96,12 @@ class _StageTime:
         return self.optimizer_s + sum(part.exposed_s for part in self.per_step)
 
 
+_KINDS: Mapping[Group, Kind] = {
+    "tensor": "tensor",
+    "context": "context",
+    "data": "data_parallel",
+    "expert": "expert",
+}
 _Crossings: TypeAlias = tuple[bool | None, bool | None]
 """Whether the boundaries before and after a stage lie between nodes; None where there is none."""
 
@@ -211,7 +144,7 @@ def predict_step(
 
 def _overlap(usual: Overlap, option: OverlapOption) -> Overlap:
     """What a framework's option leaves of the cluster file's overlap."""
-    hidden = dict(usual.hidden)
+    hidden = dict(usual.hidden) | {"context": 1.0}  # a ring's sends beside its blocks of attention; it is made for that
     if option == "none":
         hidden |= {"data_parallel": 0.0, "zero3": 0.0}
     if option in ("gradients", "all"):
@@ -227,8 +160,15 @@ def _machine_of(cluster: Cluster, stage: StageWork) -> Cluster:
 
 
 def _prices(cluster: Cluster, plan: StepPlan, stage: StageWork, total: int, reached: InTraining) -> StagePrices:
-    inner = stage.owners if stage.owners < stage.data_ranks else stage.expert_ranks  # copies of states stand outside
-    mesh = (max(1, total // stage.devices), stage.data_ranks // inner, inner, stage.tensor_ranks)
+    if plan.precision == "fp8" and not multiplies_narrow(cluster):
+        raise ValueError(f"the device {cluster.device.name} states no peak of {NARROW}, which precision fp8 needs")
+    inner = (
+        stage.data_ranks // stage.copies if stage.copies > 1 else stage.expert_ranks
+    )  # copies of states stand outside
+    outer = stage.data_ranks // inner
+    mesh = (max(1, total // stage.devices), outer, inner, stage.context_ranks, stage.tensor_ranks)
+    if plan.offload != "none" and not cluster.device.host_bytes_per_s:
+        raise ValueError(f"the device {cluster.device.name} states no host_bytes_per_s, which offload needs")
     return StagePrices(
         cluster=cluster, dtype=DTYPES[plan.precision], element_bytes=plan.element_bytes, mesh=mesh, reached=reached
     )
@@ -258,11 +198,8 @@ def _stage_time(prices: StagePrices, plan: StepPlan, stage: StageWork, crossings
     comm += [
         _send(prices, plan, stage, crosses, forward_s + backward_s) for crosses in crossings if crosses is not None
     ]
-    once: list[Communication] = []
-    if plan.zero_stage >= 2:
-        comm += _exchange_parts(prices, plan, stage, forward_s=forward_s, backward_s=backward_s)
-    if plan.zero_stage < 3:
-        once = _reduction(prices, plan, stage, forward_s=forward_s, backward_s=backward_s)
+    comm += exchange_each_microbatch(prices, plan, stage, forward_s=forward_s, backward_s=backward_s)
+    once = reduce_once(prices, plan, stage, forward_s=forward_s, backward_s=backward_s)
     comm = overlap.share_compute(comm, forward_s + backward_s)
     left_s = forward_s + backward_s - sum(part.hidden_s for part in comm)
     return _StageTime(
@@ -283,14 +220,15 @@ def _run(prices: StagePrices, operations: Sequence[Operation]) -> tuple[float, l
     for number, (operation, seconds) in enumerate(priced):
         if not isinstance(operation, Exchange):
             continue
-        if operation.group != "tensor":
-            comm.append(overlap.alone("expert" if operation.group == "expert" else "data_parallel", seconds))
+        kind = _KINDS[operation.group]
+        if operation.behind == "nothing" and operation.group != "tensor":
+            comm.append(overlap.alone(kind, seconds))
         elif operation.behind == "nothing":
             comm.append(_cut_up(prices, seconds, compute_s / over_tensor))
         else:
             product = next(op for op in operations[number:] if isinstance(op, MatrixProduct))
             other_s = prices.product_s(product)
-            comm.append(overlap.beside(prices.cluster.overlap, "tensor", comm_s=seconds, compute_s=other_s))
+            comm.append(overlap.beside(prices.cluster.overlap, kind, comm_s=seconds, compute_s=other_s))
     return compute_s, comm
 
 
@@ -310,69 +248,22 @@ def _send(prices: StagePrices, plan: StepPlan, stage: StageWork, crosses: bool, 
     return overlap.beside(prices.cluster.overlap, "pipeline", comm_s=send_s, compute_s=compute_s)
 
 
-def _gradients(prices: StagePrices, stage: StageWork, kind: str, bytes_each: float) -> float:
-    """Seconds of one collective over all parameters' gradients, or parameters, of a device."""
-    if stage.owners < stage.data_ranks:
-        return prices.hybrid_gradient_s(kind, stage.parameters * bytes_each)
-    dense_s = prices.dense_gradient_s(kind, (stage.parameters - stage.expert_parameters) * bytes_each)
-    return dense_s + prices.expert_gradient_s(kind, stage.expert_parameters * bytes_each)
-
-
-def _reduction(
-    prices: StagePrices, plan: StepPlan, stage: StageWork, *, forward_s: float, backward_s: float
-) -> list[Communication]:
-    """Once per step: all-reduce of gradients, or a reduce-scatter and the gather of the new parameters."""
-    gradient = plan.states.gradient
-    if plan.zero_stage == 0:
-        comm_s = _gradients(prices, stage, "all-reduce", gradient)
-        return [_in_buckets(prices, stage, "data_parallel", comm_s=comm_s, compute_s=backward_s)]
-    parts = []
-    if plan.zero_stage == 1:
-        comm_s = _gradients(prices, stage, "reduce-scatter", gradient)
-        parts.append(_in_buckets(prices, stage, "data_parallel", comm_s=comm_s, compute_s=backward_s))
-    gather_s = _gradients(prices, stage, "all-gather", plan.element_bytes)
-    return [*parts, _in_buckets(prices, stage, "data_parallel", comm_s=gather_s, compute_s=forward_s)]
-
-
-def _exchange_parts(
-    prices: StagePrices, plan: StepPlan, stage: StageWork, *, forward_s: float, backward_s: float
-) -> list[Communication]:
-    """For every microbatch: gradients to the rank that keeps them; ZeRO 3 gathers parameters in forward and backward."""
-    scatter_s = _gradients(prices, stage, "reduce-scatter", plan.states.gradient)
-    parts = [_in_buckets(prices, stage, "data_parallel", comm_s=scatter_s, compute_s=backward_s)]
-    if plan.zero_stage >= 3:
-        gather_s = _gradients(prices, stage, "all-gather", plan.element_bytes)
-        parts += [
-            _in_buckets(prices, stage, "zero3", comm_s=gather_s, compute_s=compute_s)
-            for compute_s in (forward_s, backward_s)
-        ]
-    return parts
-
-
-def _in_buckets(
-    prices: StagePrices, stage: StageWork, kind: Hidden, *, comm_s: float, compute_s: float
-) -> Communication:
-    """A stage's gradients, or parameters, layer by layer beside the passes of the other layers.
-
-    With n layers, c seconds of communication and b of compute each, the pipe of both ends max(0, c - b) later for every layer
-    after the first, and one layer's communication stands alone at its end: exposed = c + (n - 1) max(0, c - b), so that
-    (n-1)/n min(n c, n b) hides. A single layer has two buckets.
-    """
-    share = 1 - 1 / max(2, stage.layer_count)
-    return overlap.beside(prices.cluster.overlap, kind, comm_s=comm_s, compute_s=share * min(comm_s, compute_s))
-
-
 def _optimizer_s(prices: StagePrices, plan: StepPlan, stage: StageWork) -> float:
     owners = stage.owners if plan.zero_stage >= 1 else 1
     mixed, single = _OPTIMIZER_BYTES[plan.optimizer]
     moved = (single if plan.precision == "fp32" else mixed) * stage.parameters / owners
-    return prices.fused_s(moved)
+    # States come from the host and go back, one after the other: a link that is full both ways at once has less each way.
+    carried = 2 * _on_host(plan, stage, stage.parameters, stage.expert_parameters)
+    return prices.fused_s(moved) + (carried / prices.cluster.device.host_bytes_per_s if carried else 0.0)
 
 
 def _memory(plan: StepPlan, stages: Sequence[StageWork], index: int) -> MemoryPrediction:
     stage = stages[index]
-    per_dense = plan.states.per_parameter(plan.zero_stage, stage.owners)
-    per_expert = plan.states.per_parameter(plan.zero_stage, max(1, stage.owners // stage.expert_ranks))
+    owners_of_experts = max(1, stage.owners // stage.expert_ranks)
+    per_dense, per_expert = (
+        plan.states.per_parameter(plan.zero_stage, owners, whole_gradients=plan.whole_gradients)
+        for owners in (stage.owners, owners_of_experts)
+    )
     states = (stage.parameters - stage.expert_parameters) * per_dense + stage.expert_parameters * per_expert
     layers = sum(work.parameters * count for work, count in stage.layers) * per_dense
     count = max(1, stage.layer_count)
@@ -390,10 +281,22 @@ def _memory(plan: StepPlan, stages: Sequence[StageWork], index: int) -> MemoryPr
     if plan.zero_stage >= 3 and stage.owners > 1:
         # Two layers' parameters are whole at a time: the one that runs and the one gathered ahead.
         transient += 2 * plan.element_bytes * max(work.parameters for work, _ in stage.works)
+    activations = kept * in_flight + once
+    on_host = _on_host(plan, stage, stage.parameters, stage.expert_parameters)
+    # The update has two layers' optimizer states on the device: those in use, and those that come or go.
+    largest = max((work for work, _ in stage.works), key=lambda work: work.parameters)
+    updated = min(on_host, 2 * _on_host(plan, stage, largest.parameters, largest.expert_parameters))
     return MemoryPrediction(
-        states_bytes=states,
+        states_bytes=states - on_host,
         layer_states_bytes=layers,
-        activation_bytes=kept * in_flight + once,
-        transient_bytes=transient,
+        activation_bytes=activations,
+        transient_bytes=max(transient, updated - activations),
         stage=index,
     )
+
+
+def _on_host(plan: StepPlan, stage: StageWork, parameters: float, of_experts: float) -> float:
+    """Bytes of optimizer states in the host's memory for one device, of so many parameters, those of experts among them."""
+    owners_of_experts = max(1, stage.owners // stage.expert_ranks)
+    dense = plan.offloaded_bytes(parameters - of_experts, stage.owners)
+    return dense + plan.offloaded_bytes(of_experts, owners_of_experts)

@@ -1,9 +1,11 @@
 """A transformer's layers, embedding and head as operations of one device, from the plan's parameters.
 
 Letters: s sequence, b microbatch (samples), h hidden, a heads, g key-value heads, f feed-forward width, V vocabulary,
-t tensor-parallel ranks, e bytes of an element, x = s b h. Without sequence parallelism layer norms, dropouts and
-residual sums are repeated on all t ranks (r = 1); with it each rank has r = 1/t of the tokens. A block is attention, in
-T5's decoder twice, and a feed-forward; an expert block has a mixture of experts in its place.
+t tensor-parallel ranks, c context-parallel ranks, e bytes of an element, x = s b h / c. Without sequence parallelism layer
+norms, dropouts and residual sums are repeated on all t ranks (r = 1); with it each rank has r = 1/t of the tokens. A block is
+attention, in T5's decoder twice, and a feed-forward; an expert block has a mixture of experts in its place. Context-parallel
+ranks have s/c tokens each in all of this; attention alone needs those of the others. Narrow products are those of the linear
+layers in blocks, experts among them; scores, the gate and the head are not.
 
 Tensor parallelism: QKV and the first feed-forward product are split by column, the others by row; one all-reduce of e x
 per sublayer and direction, or with sequence parallelism a reduce-scatter and an all-gather, and in backward one more
@@ -13,13 +15,24 @@ all-gather (the saved input is a shard). Those in backward that a weight gradien
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
 
+from autopar.simulate.closed_forms.attention import attention_pass, context_buffer_bytes
+from autopar.simulate.closed_forms.layer_split import (
+    LayerSplit,
+    Pass,
+    Recompute,
+    count_elements,
+    count_tokens,
+    gather,
+    join,
+    linear,
+    linear_backward,
+    token_share,
+    weight_gradient,
+)
 from autopar.simulate.closed_forms.memory import ActivationShape, layer_activation_bytes
 from autopar.simulate.closed_forms.operations import Exchange, FusedGroup, MatrixProduct, Operation, Work
 from autopar.simulate.closed_forms.transformer_shape import TransformerShape
-
-Recompute = Literal["none", "selective", "full"]
 
 # Bytes per logit that a cross-entropy in float32 moves: forward reads the half-precision logits and writes float32 (6),
 # then the maximum (4), shifted exponentials (8), their sum (4), the target and the division (8); backward one pass (8).
@@ -29,44 +42,20 @@ _LOSS_BYTES_PER_LOGIT = 38.0
 _ROUTING_PASSES = 6.0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LayerSplit:
-    """How a stage runs a layer: b samples per device, t ranks, and what is kept.
-
-    `gradient_bytes`: of the buffer that weight gradients are added to, per parameter; `gradient_owners`: the data ranks that
-    share it, under ZeRO 2 and 3. `fused_attention`: scores never leave the chip, and backward computes them again inside the
-    kernel.
-    """
-
-    samples: float
-    tensor_ranks: int = 1
-    expert_ranks: int = 1
-    sequence_parallel: bool = False
-    recompute: Recompute = "none"
-    fused_attention: bool = False
-    element_bytes: int = 2
-    gradient_bytes: int = 4
-    gradient_owners: int = 1
-
-
-@dataclasses.dataclass(frozen=True)
-class _Pass:
-    """Operations of a sublayer, forward and backward, and the part that selective recomputation repeats."""
-
-    forward: tuple[Operation, ...]
-    backward: tuple[Operation, ...]
-    selective: tuple[Operation, ...] = ()
-
-
 def block_work(shape: TransformerShape, split: LayerSplit, kind: str = "plain") -> Work:
     """One block for one microbatch on one device."""
-    passes = [_attention(shape, split)]
+    passes = [attention_pass(shape, split)]
     if kind == "decoder":
-        passes.append(_attention(shape, split, causal=False))
+        passes.append(attention_pass(shape, split, causal=False))
     passes.append(_experts(shape, split) if kind == "expert" else _feed_forward(shape, split, shape_m=None))
     forward = tuple(op for sublayer in passes for op in sublayer.forward)
     backward = tuple(op for sublayer in reversed(passes) for op in sublayer.backward)
-    recomputed = {"none": (), "full": forward, "selective": tuple(op for p in passes for op in p.selective)}
+    recomputed = {
+        "none": (),
+        "selective": tuple(op for p in passes for op in p.selective),
+        "dots": tuple(op for p in passes for op in p.dots),
+        "full": forward,
+    }
     whole = layer_activation_bytes(_activation_shape(shape, split, kind, recompute=_inner_recompute(split)))
     kept = layer_activation_bytes(_activation_shape(shape, split, kind, recompute=split.recompute))
     total = shape.block_parameters(kind)
@@ -79,24 +68,18 @@ def block_work(shape: TransformerShape, split: LayerSplit, kind: str = "plain") 
         parameters=(total - expert) / split.tensor_ranks + expert_here,
         expert_parameters=expert_here,
         kept_bytes=kept,
-        transient_bytes=whole - kept,
-        boundary_bytes=split.element_bytes * shape.seq_len * split.samples * shape.hidden,
+        transient_bytes=whole - kept + context_buffer_bytes(shape, split),
+        boundary_bytes=split.element_bytes * count_elements(shape, split),
     )
-
-
-def attention_core(shape: TransformerShape, split: LayerSplit) -> tuple[tuple[Operation, ...], tuple[Operation, ...]]:
-    """Scores to values of one attention, forward and backward, by the kernel that the split names."""
-    core = _core_attention(shape, split, shape.causal)
-    return core.forward, core.backward
 
 
 def embedding_work(shape: TransformerShape, split: LayerSplit) -> Work:
     """Token embedding, split by vocabulary: rows looked up, their partial sums joined, dropout."""
-    x, e, r = _x(shape, split), split.element_bytes, _token_share(split)
+    x, e, r = count_elements(shape, split), split.element_bytes, token_share(split)
     table = shape.vocab * shape.hidden / split.tensor_ranks
-    forward: list[Operation] = [FusedGroup(2 * e * x), *_join(split, e * x), FusedGroup((2 * e + 1) * x * r)]
+    forward: list[Operation] = [FusedGroup(2 * e * x), *join(split, e * x), FusedGroup((2 * e + 1) * x * r)]
     # The gradient of the table is made dense, then added to the accumulated one.
-    backward: list[Operation] = [FusedGroup((2 * e + 1) * x * r), *_gather(split, e * x)]
+    backward: list[Operation] = [FusedGroup((2 * e + 1) * x * r), *gather(split, e * x)]
     backward.append(FusedGroup(2 * e * x + table * (e + 2 * split.gradient_bytes) / split.gradient_owners))
     return Work(
         forward=tuple(forward), backward=tuple(backward), parameters=table, kept_bytes=x * r, boundary_bytes=e * x
@@ -105,155 +88,56 @@ def embedding_work(shape: TransformerShape, split: LayerSplit) -> Work:
 
 def head_work(shape: TransformerShape, split: LayerSplit) -> Work:
     """Last norm, logits split by vocabulary, cross-entropy in float32; the matrix is the embedding's if tied."""
-    x, e, r, t = _x(shape, split), split.element_bytes, _token_share(split), split.tensor_ranks
-    tokens, vocab = shape.seq_len * split.samples, shape.vocab / t
+    x, e, r, t = count_elements(shape, split), split.element_bytes, token_share(split), split.tensor_ranks
+    tokens, vocab = count_tokens(shape, split), shape.vocab / t
     logits = MatrixProduct(m=tokens, n=vocab, k=shape.hidden)
-    forward: list[Operation] = [FusedGroup(2 * e * x * r), *_gather(split, e * x), logits]
+    forward: list[Operation] = [FusedGroup(2 * e * x * r), *gather(split, e * x), logits]
     forward.append(FusedGroup((_LOSS_BYTES_PER_LOGIT - 8.0) * tokens * vocab))
     backward: list[Operation] = [
         FusedGroup(8.0 * tokens * vocab),
         MatrixProduct(m=tokens, n=shape.hidden, k=vocab),
-        *_join(split, e * x, behind=True),
-        _weight_gradient(split, shape.hidden, vocab, tokens),
+        *join(split, e * x, behind=True),
+        weight_gradient(split, shape.hidden, vocab, tokens),
         FusedGroup(5 * e * x * r),
     ]
     kept = 2 * e * x * r + 4.0 * tokens * vocab
     return Work(forward=tuple(forward), backward=tuple(backward), parameters=shape.hidden * vocab, kept_bytes=kept)
 
 
-def _x(shape: TransformerShape, split: LayerSplit) -> float:
-    return shape.seq_len * split.samples * shape.hidden
-
-
-def _token_share(split: LayerSplit) -> float:
-    return 1 / split.tensor_ranks if split.sequence_parallel else 1.0
-
-
-def _join(split: LayerSplit, full_bytes: float, *, behind: bool = False) -> tuple[Operation, ...]:
-    """Partial sums to a result: whole on every rank, or a shard of the tokens."""
-    if split.tensor_ranks == 1:
-        return ()
-    kind: Literal["reduce-scatter", "all-reduce"] = "reduce-scatter" if split.sequence_parallel else "all-reduce"
-    return (Exchange(kind=kind, group="tensor", full_bytes=full_bytes, behind="product" if behind else "nothing"),)
-
-
-def _gather(split: LayerSplit, full_bytes: float, *, behind: bool = False) -> tuple[Operation, ...]:
-    """A shard of the tokens to all of them: nothing to do without sequence parallelism."""
-    if split.tensor_ranks == 1 or not split.sequence_parallel:
-        return ()
-    return (
-        Exchange(kind="all-gather", group="tensor", full_bytes=full_bytes, behind="product" if behind else "nothing"),
-    )
-
-
-def _weight_gradient(split: LayerSplit, m: float, n: float, k: float, batch: float = 1.0) -> MatrixProduct:
-    """x^T dy, added to the accumulated gradient: that is read and written in its own format, or each rank's share of it."""
-    extra = batch * m * n * (2 * split.gradient_bytes - split.element_bytes)
-    if split.gradient_owners > 1:  # the product's own result is written, and its share of the sum over ranks read
-        extra = batch * m * n * (2 * split.gradient_bytes + split.element_bytes) / split.gradient_owners
-    return MatrixProduct(m=m, n=n, k=k, batch=batch, extra_bytes=extra)
-
-
-def _attention(shape: TransformerShape, split: LayerSplit, *, causal: bool | None = None) -> _Pass:
-    x, e, r, t = _x(shape, split), split.element_bytes, _token_share(split), split.tensor_ranks
-    tokens, h, qkv = shape.seq_len * split.samples, shape.hidden, shape.qkv_width / t
-    heads = shape.attention_width / t
-    core = _core_attention(shape, split, shape.causal if causal is None else causal)
-    forward: tuple[Operation, ...] = (
-        FusedGroup(2 * e * x * r),  # norm
-        *_gather(split, e * x),
-        MatrixProduct(m=tokens, n=qkv, k=h),
-        FusedGroup(2 * e * tokens * qkv),  # bias, heads to the front
-        *core.forward,
-        MatrixProduct(m=tokens, n=h, k=heads),
-        *_join(split, e * x),
-        FusedGroup((3 * e + 1) * x * r),  # bias, dropout, residual sum
-    )
-    backward: tuple[Operation, ...] = (
-        FusedGroup((3 * e + 1) * x * r),  # dropout; gradient of the bias
-        *_gather(split, e * x),
-        MatrixProduct(m=tokens, n=heads, k=h),
-        _weight_gradient(split, heads, h, tokens),
-        *core.backward,
-        FusedGroup(3 * e * tokens * qkv),  # heads back, gradient of the bias
-        *_gather(split, e * x, behind=True),
-        MatrixProduct(m=tokens, n=h, k=qkv),
-        *_join(split, e * x, behind=True),
-        _weight_gradient(split, h, qkv, tokens),
-        FusedGroup(8 * e * x * r),  # norm, its weights, residual sum
-    )
-    return _Pass(forward, backward, core.selective)
-
-
-def _core_attention(shape: TransformerShape, split: LayerSplit, causal: bool) -> _Pass:
-    """Scores, softmax, dropout, values: four kernels that keep (a, s, s), or one that does not."""
-    e, t, s, d = split.element_bytes, split.tensor_ranks, shape.seq_len, shape.attention_width / shape.heads
-    maps, x = split.samples * shape.heads / t, s * split.samples * shape.attention_width
-    if split.fused_attention:
-        # A causal kernel skips the tiles above the diagonal; backward has five products where forward has two.
-        rows = s / 2 if causal else s
-        product = MatrixProduct(m=s, n=rows, k=d, batch=2 * maps, attention="forward")
-        return _Pass(
-            (product, FusedGroup(4 * e * x / t)),
-            (dataclasses.replace(product, batch=5 * maps, attention="backward"), FusedGroup(8 * e * x / t)),
-        )
-    scores = maps * s * s
-    core: tuple[Operation, ...] = (
-        MatrixProduct(m=s, n=s, k=d, batch=maps),
-        FusedGroup(2 * e * scores),  # scale, mask, softmax
-        FusedGroup((2 * e + 1) * scores),  # dropout and its mask
-        MatrixProduct(m=s, n=d, k=s, batch=maps),
-    )
-    backward: tuple[Operation, ...] = (
-        FusedGroup(2 * e * x / t),
-        MatrixProduct(m=s, n=s, k=d, batch=maps),
-        MatrixProduct(m=s, n=d, k=s, batch=maps),
-        FusedGroup((2 * e + 1) * scores),
-        FusedGroup(3 * e * scores),
-        MatrixProduct(m=s, n=d, k=s, batch=2 * maps),
-    )
-    return _Pass((*core, FusedGroup(2 * e * x / t)), backward, core)
-
-
-def _feed_forward(shape: TransformerShape, split: LayerSplit, *, shape_m: tuple[float, float] | None) -> _Pass:
+def _feed_forward(shape: TransformerShape, split: LayerSplit, *, shape_m: tuple[float, float] | None) -> Pass:
     """The dense feed-forward; `shape_m` = (rows, experts here) makes its products batched and leaves out what joins them."""
-    x, e, r, t = _x(shape, split), split.element_bytes, _token_share(split), split.tensor_ranks
+    x, e, r, t = count_elements(shape, split), split.element_bytes, token_share(split), split.tensor_ranks
     h, f, wide = shape.hidden, shape.ffn_hidden / t, 2 if shape.gated else 1
-    rows, count = shape_m or (shape.seq_len * split.samples, 1.0)
+    rows, count = shape_m or (count_tokens(shape, split), 1.0)
     size = e * h * rows * count
     before = () if shape_m else (FusedGroup(2 * e * x * r),)
     after = () if shape_m else (FusedGroup((3 * e + 1) * x * r),)
-    forward: tuple[Operation, ...] = (
-        *before,
-        *_gather(split, size),
-        MatrixProduct(m=rows, n=wide * f, k=h, batch=count),
-        FusedGroup((wide + 1) * e * rows * f * count),  # bias, activation
-        MatrixProduct(m=rows, n=h, k=f, batch=count),
-        *_join(split, size),
-        *after,
-    )
+    up, down = linear(split, rows, wide * f, h, count), linear(split, rows, h, f, count)
+    activation = FusedGroup((wide + 1) * e * rows * f * count)  # with the bias
+    forward = (*before, *gather(split, size), *up, activation, *down, *join(split, size), *after)
+    again = (*before, *up[:-1], activation, *down[:-1])  # without the products; no backward pass reads what comes after
     backward: tuple[Operation, ...] = (
         *after,
-        *_gather(split, size),
-        MatrixProduct(m=rows, n=f, k=h, batch=count),
-        _weight_gradient(split, f, h, rows, count),
+        *gather(split, size),
+        *linear_backward(split, rows, f, h, count),
+        weight_gradient(split, f, h, rows, count, narrow=split.narrow_products),
         FusedGroup((2 * wide + 2) * e * rows * f * count),  # activation, gradient of the bias
-        *_gather(split, size, behind=True),
-        MatrixProduct(m=rows, n=h, k=wide * f, batch=count),
-        *_join(split, size, behind=True),
-        _weight_gradient(split, h, wide * f, rows, count),
+        *gather(split, size, behind=True),
+        *linear_backward(split, rows, h, wide * f, count),
+        *join(split, size, behind=True),
+        weight_gradient(split, h, wide * f, rows, count, narrow=split.narrow_products),
         *(() if shape_m else (FusedGroup(8 * e * x * r),)),
     )
-    return _Pass(forward, backward)
+    return Pass(forward, backward, dots=again)
 
 
-def _experts(shape: TransformerShape, split: LayerSplit) -> _Pass:
+def _experts(shape: TransformerShape, split: LayerSplit) -> Pass:
     """Gate, dispatch, all-to-all, experts, all-to-all, combine; k choices per token, no place left empty.
 
     One-hot dispatch of T tokens to their k T places is a product (k T, T) x (T, h); its transpose combines.
     """
-    x, e, r, k = _x(shape, split), split.element_bytes, _token_share(split), shape.experts_per_token
-    tokens, h = shape.seq_len * split.samples, shape.hidden
+    x, e, r, k = count_elements(shape, split), split.element_bytes, token_share(split), shape.experts_per_token
+    tokens, h = count_tokens(shape, split), shape.hidden
     group = shape.expert_group
     rows = k * tokens * split.expert_ranks / shape.experts
     expert = _feed_forward(shape, split, shape_m=(rows, shape.experts / split.expert_ranks))
@@ -279,20 +163,20 @@ def _experts(shape: TransformerShape, split: LayerSplit) -> _Pass:
         *ending, *shared.backward, *combine, *extra, *swap, *expert.backward, *swap, *dispatch, *routing, gate, gate,
         FusedGroup(8 * e * x * r),
     )  # fmt: skip
-    return _Pass(forward, backward)
+    return Pass(forward, backward)
 
 
-def _shared_experts(shape: TransformerShape, split: LayerSplit) -> _Pass:
+def _shared_experts(shape: TransformerShape, split: LayerSplit) -> Pass:
     """Those that every token passes: one feed-forward as wide as all of them, its sum added to what the others give."""
     if not shape.shared_experts:
-        return _Pass((), ())
+        return Pass((), ())
     wide = dataclasses.replace(shape, ffn_hidden=shape.shared_experts * shape.ffn_hidden)
-    tokens = shape.seq_len * split.samples
+    tokens = count_tokens(shape, split)
     own, added = (
         _feed_forward(wide, split, shape_m=(tokens, 1.0)),
-        FusedGroup(3 * split.element_bytes * _x(shape, split)),
+        FusedGroup(3 * split.element_bytes * count_elements(shape, split)),
     )
-    return _Pass((*own.forward, added), own.backward)
+    return Pass((*own.forward, added), own.backward)
 
 
 def _feed_forward_parameters(shape: TransformerShape) -> float:
@@ -322,6 +206,7 @@ def _activation_shape(
         feed_forwards=shape.experts_per_token + shape.shared_experts if kind == "expert" else 1,
         dispatch_places=shape.experts_per_token * shape.expert_group if kind == "expert" else 0,
         tensor_ranks=split.tensor_ranks,
+        context_ranks=split.context_ranks,
         sequence_parallel=split.sequence_parallel,
         recompute=recompute,
         element_bytes=split.element_bytes,

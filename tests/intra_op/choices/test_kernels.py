@@ -17,8 +17,8 @@ from autopar.program.call import CallSignature, bind_arguments
 from autopar.program.from_jaxpr import program_of
 from autopar.program.trace import trace
 from autopar.simulate.closed_forms.job_prediction import Part
+from autopar.simulate.closed_forms.layer_split import LayerSplit
 from autopar.simulate.closed_forms.memory import ActivationShape, layer_activation_bytes
-from autopar.simulate.closed_forms.transformer import LayerSplit
 from autopar.simulate.closed_forms.transformer_shape import TransformerShape
 from autopar.simulate.model_parts import part_step
 from autopar.simulate.part_plans import plan_part

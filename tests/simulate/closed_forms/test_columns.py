@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 
 from autopar.cost_model.hardware import preset
 from autopar.simulate.closed_forms.job_prediction import predict
+from autopar.simulate.closed_forms.layer_split import LayerSplit
 from autopar.simulate.closed_forms.training_job import StageLayout, TrainingJob, problems
 from autopar.simulate.closed_forms.training_step import StepPrediction
-from autopar.simulate.closed_forms.transformer import LayerSplit, block_work
+from autopar.simulate.closed_forms.transformer import block_work
 from autopar.simulate.closed_forms.transformer_shape import TransformerShape
 
 GPT = TransformerShape(

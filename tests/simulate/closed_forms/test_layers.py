@@ -5,9 +5,10 @@ from collections.abc import Iterable
 
 import pytest
 
+from autopar.simulate.closed_forms.layer_split import LayerSplit
 from autopar.simulate.closed_forms.operations import Exchange, FusedGroup, MatrixProduct, Operation
 from autopar.simulate.closed_forms.residual_network import BlockSplit, ResidualNetworkShape, bottleneck_work
-from autopar.simulate.closed_forms.transformer import LayerSplit, block_work, embedding_work, head_work
+from autopar.simulate.closed_forms.transformer import block_work, embedding_work, head_work
 from autopar.simulate.closed_forms.transformer_shape import TransformerShape
 
 # x = s b h = 4 x 2 x 8 = 64 elements; heads of 4.

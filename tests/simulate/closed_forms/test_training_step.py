@@ -11,7 +11,8 @@ from autopar.cost_model.tiers import Tier
 from autopar.simulate.closed_forms.memory import StateBytes
 from autopar.simulate.closed_forms.operations import Exchange, FusedGroup, MatrixProduct, Work
 from autopar.simulate.closed_forms.prices import InTraining, StagePrices
-from autopar.simulate.closed_forms.training_step import StageWork, StepPlan, predict_step
+from autopar.simulate.closed_forms.stage_work import StageWork, StepPlan
+from autopar.simulate.closed_forms.training_step import predict_step
 
 AS_MEASURED = InTraining()
 PEAKS = {"float16": 1e12, "float32": 1e11}
@@ -32,7 +33,7 @@ PRODUCT = MatrixProduct(m=1000, n=1000, k=500_000)  # 10^12 FLOPs: 1 s, and 2 x 
 
 def prices(tensor: int = 1, *, cluster: Cluster | None = None) -> StagePrices:
     return StagePrices(
-        cluster=cluster or machine(), dtype="float16", element_bytes=2, mesh=(1, 1, 1, tensor), reached=AS_MEASURED
+        cluster=cluster or machine(), dtype="float16", element_bytes=2, mesh=(1, 1, 1, 1, tensor), reached=AS_MEASURED
     )
 
 
@@ -53,7 +54,11 @@ def test_a_small_product_reaches_less_and_training_less_than_a_loop():
     square = MatrixProduct(m=10_000, n=10_000, k=10_000)
     assert prices(cluster=cluster).product_s(square) == pytest.approx(2.0 / 0.25)
     trained = StagePrices(
-        cluster=cluster, dtype="float16", element_bytes=2, mesh=(1, 1, 1, 1), reached=InTraining(matrix=0.8, memory=0.5)
+        cluster=cluster,
+        dtype="float16",
+        element_bytes=2,
+        mesh=(1, 1, 1, 1, 1),
+        reached=InTraining(matrix=0.8, memory=0.5),
     )
     assert trained.product_s(square) == pytest.approx(2.0 / 0.25 / 0.8)
     assert trained.fused_s(1e9) == pytest.approx(2.0)
@@ -82,15 +87,15 @@ def test_an_exchange_costs_what_its_group_crosses():
 
 
 def test_a_send_inside_a_node_is_faster_and_idle_neighbours_leave_their_port():
-    one = StagePrices(cluster=machine(), dtype="float16", element_bytes=2, mesh=(8, 1, 1, 1), reached=AS_MEASURED)
+    one = StagePrices(cluster=machine(), dtype="float16", element_bytes=2, mesh=(8, 1, 1, 1, 1), reached=AS_MEASURED)
     assert one.send_s(1e7, crosses_node=False, split=False) == pytest.approx(0.1)
     assert one.send_s(1e7, crosses_node=True, split=False) == pytest.approx(1.0)
-    four = StagePrices(cluster=machine(), dtype="float16", element_bytes=2, mesh=(2, 4, 1, 1), reached=AS_MEASURED)
+    four = StagePrices(cluster=machine(), dtype="float16", element_bytes=2, mesh=(2, 4, 1, 1, 1), reached=AS_MEASURED)
     assert four.send_s(1e7, crosses_node=True, split=False) == pytest.approx(4.0)
 
 
 def test_tensor_ranks_send_parts_and_gather_where_that_is_cheaper():
-    split = StagePrices(cluster=machine(), dtype="float16", element_bytes=2, mesh=(2, 1, 1, 4), reached=AS_MEASURED)
+    split = StagePrices(cluster=machine(), dtype="float16", element_bytes=2, mesh=(2, 1, 1, 1, 4), reached=AS_MEASURED)
     # Four ranks, one port: a quarter each takes 1 s in all, then the gather inside 3/4 x 10^7 / 10^8.
     assert split.send_s(1e7, crosses_node=True, split=True) == pytest.approx(1.0)
     assert split.send_s(1e7, crosses_node=True, split=False) == pytest.approx(1.075)
@@ -226,7 +231,7 @@ def test_ratios_are_of_each_kind_and_none_without_communication():
     found = sum_by_kind([alone("tensor", 3.0), beside(Overlap({"tensor": 1.0}), "tensor", comm_s=1.0, compute_s=9.0)])
     assert overlap_ratio(found["tensor"]) == pytest.approx(0.25)
     assert overlap_ratio(found["pipeline"]) is None
-    assert set(found) == {"data_parallel", "zero3", "tensor", "pipeline", "expert"}
+    assert set(found) == {"data_parallel", "zero3", "tensor", "pipeline", "context", "expert"}
 
 
 def test_memory_is_states_activations_in_flight_and_what_recomputation_brings_back():
