@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from autopar.split_array import SplitArray as SplitArray
     from autopar.training.run import Run as Run
     from autopar.verification import Verification as Verification
+    from autopar.verify.compile_only import compile_only_devices as compile_only_devices
 
 _MODULES = {
     "ArgumentError": "errors",
@@ -76,6 +77,7 @@ _MODULES = {
     "UnsupportedProgramError": "errors",
     "Verification": "verification",
     "VerificationError": "errors",
+    "compile_only_devices": "verify.compile_only",
     "data_parallel": "layouts.constraints",
     "dot_product_attention": "attention.primitive",
     "layer_boundary": "program.layer_boundary",

@@ -85,6 +85,18 @@ class Values:
         name = result_name(maker, var.aval.shape)
         return Held(self.add_shard(var.aval, layout, self.key(var), name, module_path(maker)), layout)
 
+    def block(
+        self, operations: Sequence[Operation], outputs: Sequence[int], places: Mapping[int, int] | None = None
+    ) -> Block:
+        """A block that is compiled as these values are."""
+        return Block(
+            tuple(operations),
+            tuple(outputs),
+            places or {},
+            keeps_order=self.compiler.keeps_order,
+            keeps_costly=self.compiler.keeps_costly,
+        )
+
     def key(self, var: Var) -> tuple[int, int, bool] | None:
         """The (node, output, stacked) of the strategy graph whose choice decides a variable's layout."""
         source = self.sources.get(var)
@@ -104,7 +116,7 @@ class BlockWriter:
 
     def block(self) -> Block:
         """What has been written."""
-        return Block(tuple(self.operations), tuple(self.ends), dict(self.places), self.values.compiler.keeps_order)
+        return self.values.block(self.operations, self.ends, dict(self.places))
 
     def emit(
         self,
@@ -220,7 +232,7 @@ class BlockWriter:
         """The operations of an equation whose results are new."""
         entry, making = entry_for(eqn), facts.making
         if entry.random and len(outputs) == 1 and not self.values.compiler.draws_bits_apart:
-            self.emit(Kind.COSTLY, operands, outputs)
+            self.emit(Kind.REDUCE, operands, outputs)
         elif entry.random and len(outputs) == 1:  # two halves of a counter, combined
             bits = self.values.add_like(outputs[0], factor=2)
             self.emit(Kind.WHOLE, operands, (bits,))

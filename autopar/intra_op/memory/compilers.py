@@ -80,6 +80,4 @@ _KINDS = {
 
 def kind_of(making: Making, compiler: Compiler) -> Kind:
     """How a compiler runs an operation whose result is made so."""
-    if making is Making.COSTLY and not compiler.keeps_costly:
-        return Kind.CHEAP
     return Kind.REDUCE if making is Making.LIBRARY and not compiler.has_library else _KINDS[making]

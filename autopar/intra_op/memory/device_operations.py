@@ -81,14 +81,15 @@ class Operation:
 class Block:
     """Operations in program order and what they compute; everything they read from elsewhere is there already.
 
-    `places`: of a loop's body, for outputs the values that they are in the next trip: they end in that memory. `keeps_order`:
-    see `Compiler`.
+    `places`: of a loop's body, for outputs the values that they are in the next trip: they end in that memory. `keeps_order`,
+    `keeps_costly`: see `Compiler`.
     """
 
     operations: tuple[Operation, ...]
     outputs: tuple[int, ...]
     places: Mapping[int, int] = dataclasses.field(default_factory=dict)
     keeps_order: bool = False
+    keeps_costly: bool = True
 
 
 @dataclasses.dataclass(frozen=True)

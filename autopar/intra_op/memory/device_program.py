@@ -99,8 +99,7 @@ class _Buffers(LayoutDomain[Held], StaticDomain[Held]):
 
     def program(self, scope: Scope[Held], inputs: Sequence[Held], outputs: Sequence[int]) -> DeviceProgram:
         """Everything that has been written."""
-        operations, ends = tuple(self._writer(scope).operations), tuple(v for v in outputs if v >= 0)
-        block = Block(operations, ends, keeps_order=self.values.compiler.keeps_order)
+        block = self.values.block(self._writer(scope).operations, [v for v in outputs if v >= 0])
         return DeviceProgram(block, tuple(self.values.values), tuple(h.value for h in inputs), tuple(outputs))
 
     def _writer(self, scope: Scope[Held]) -> BlockWriter:

@@ -22,7 +22,7 @@ class Folding:
     """
 
     def __init__(self, block: Block, values: Sequence[Value]) -> None:
-        self.values = values
+        self.values, self._keeps_costly = values, block.keeps_costly
         self.maker: dict[int, Operation] = {}
         self._original: dict[int, int] = {}
         self.users: dict[int, list[Operation]] = collections.defaultdict(list)
@@ -84,7 +84,8 @@ class Folding:
             has_buffer, is_folded = op is last, False
         else:
             is_read_whole = any(self._reads_buffers(user) for user in users)
-            is_twice = op.kind is Kind.COSTLY and (len(needed_by) > 1 or widest > self.values[value].elements)
+            is_costly = op.kind is Kind.COSTLY and self._keeps_costly
+            is_twice = is_costly and (len(needed_by) > 1 or widest > self.values[value].elements)
             has_buffer = not is_folded or is_read_whole or is_twice or self._is_torn(value, op)
         again = has_buffer and is_folded and op.kind is not Kind.COSTLY and self._is_computed_again(value, op)
         if has_buffer:
