@@ -29,14 +29,15 @@ class StagePlan:
         backward_s: predicted seconds of the backward pass of one microbatch.
         once_s: predicted seconds of what happens once per step, such as the update.
         microbatches_in_flight: microbatches that have gone forward and not yet backward, at the most.
-        peak_bytes: predicted peak memory of one device with all microbatches in flight; `plan.peak_bytes` counts one.
+        peak_bytes: its part of the predicted peak of one device of its mesh, with all microbatches in flight: all of it where the
+            mesh has one stage. `plan.peak_bytes` is that of the stage alone with one microbatch.
         plan: layouts and collectives of the stage's programs, on its mesh.
         recomputed_share: the part of its forward work, from the beginning, that its backward repeats; 0 to 1.
         state_bytes: what of the peak is weights and the optimizer's state, and inputs that lie there for the whole step.
         sum_bytes: what of it is sums over microbatches, such as gradients.
         microbatch_bytes: what each microbatch in flight keeps between forward and backward.
-        in_flight_bytes: what all of them keep at the most, where a split backward lets go of a part of it before the weight
-            gradient; 0 where each keeps `microbatch_bytes` to the end.
+        in_flight_bytes: what all of them keep: at the most, where a split backward lets go of a part of it before the weight
+            gradient; at the peak of the mesh, where that has several stages; 0 where each keeps `microbatch_bytes` to the end.
         node_kind: the name of its kind of node in a mixed cluster; empty where all nodes are alike.
     """
 
@@ -69,7 +70,7 @@ class StagePlan:
 
     @property
     def flying_bytes(self) -> int:
-        """What all microbatches in flight keep."""
+        """What all microbatches in flight keep at the peak."""
         return self.in_flight_bytes or self.microbatch_bytes * self.microbatches_in_flight
 
 

@@ -22,6 +22,7 @@ from autopar.program.call import CallSignature, bind_arguments
 from autopar.program.trace import trace
 from autopar.schedules.in_flight import InFlight, Kept
 from autopar.schedules.schedules import make_schedule
+from autopar.stages.tasks.mesh_memory import peak_bytes
 from autopar.stages.tasks.stage_memory import split_in_flight
 from tests import pipeline_steps
 from tests.inter_op.test_search import arguments, step, two_nodes
@@ -94,8 +95,10 @@ def assert_kept_as_predicted(plan, staged, *, slack):
             assert predicted == live.handed_on_at_most(number), number
         assert live.handed_on(number) <= predicted <= live.handed_on(number) + slack * stage.peak_bytes, number
     for mesh in range(meshes):
-        here = [one.peak_bytes for one, where in zip(staged.stages, plan.stages, strict=True) if where.mesh == mesh]
-        assert live.peak(mesh) <= sum(here), mesh
+        here = [one for one in plan.stages if one.mesh == mesh]
+        assert live.peak(mesh) <= sum(one.peak_bytes for one in here), mesh
+        alone = [staged.stages[one.stage].memory for one in here]
+        assert sum(one.peak_bytes for one in here) <= sum(peak_bytes([memory], kept) for memory in alone), mesh
 
 
 @pytest.mark.sampled(8)

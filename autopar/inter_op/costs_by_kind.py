@@ -23,7 +23,7 @@ from autopar.inter_op.planned_layers import PlannedLayers
 KnownCosts: TypeAlias = dict[int, LayerCosts]
 """What layers cost, by the number of the kind of node."""
 _COSTS = [field.name for field in dataclasses.fields(CostTable)]
-_BYTES = ("weight_bytes", "activation_bytes")
+_BYTES = ("weight_bytes", "activation_bytes", "working_bytes")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -25,6 +25,7 @@ from autopar.pipeline_plan import PipelinePlan, StagePlan, TransferPlan
 from autopar.program.step import TracedStep
 from autopar.schedules.in_flight import InFlight
 from autopar.schedules.tasks import Schedule
+from autopar.stages.tasks.mesh_memory import StageShare, share_peak
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,6 +41,7 @@ def describe_pipeline(traced: TracedStep, staged: Staged, schedule: Schedule, re
     """The stages under a schedule, with the plan that describes them; its `planning_s` is 0."""
     first_devices = _first_devices(staged.stages[: schedule.num_meshes], request)
     in_flight = InFlight(schedule)
+    shares = _share_peaks(staged, in_flight)
     stages = tuple(
         _describe_stage(
             stage,
@@ -47,6 +49,7 @@ def describe_pipeline(traced: TracedStep, staged: Staged, schedule: Schedule, re
             mesh=number % schedule.num_meshes,
             first_device=first_devices[number % schedule.num_meshes],
             in_flight=in_flight,
+            memory=shares[number],
             share=staged.shares[number] if staged.shares else 0.0,
         )
         for number, stage in enumerate(staged.stages)
@@ -92,7 +95,14 @@ def _first_devices(stages: Sequence[StagedStage], request: PlanRequest) -> list[
 
 
 def _describe_stage(
-    stage: StagedStage, *, number: int, mesh: int, first_device: int, in_flight: InFlight, share: float
+    stage: StagedStage,
+    *,
+    number: int,
+    mesh: int,
+    first_device: int,
+    in_flight: InFlight,
+    memory: StageShare,
+    share: float,
 ) -> StagePlan:
     cut = stage.program.cut
     leaves = tuple(
@@ -109,15 +119,29 @@ def _describe_stage(
         backward_s=stage.backward_s,
         once_s=stage.once_s,
         microbatches_in_flight=in_flight.microbatches[number],
-        peak_bytes=stage.peak_bytes,
+        peak_bytes=memory.peak_bytes,
         plan=stage.plan,
         recomputed_share=share,
         state_bytes=stage.memory.kept_bytes,
         sum_bytes=stage.memory.accumulator_bytes,
         microbatch_bytes=stage.memory.residual_bytes,
-        in_flight_bytes=stage.memory.flying_bytes(in_flight) if in_flight.is_split else 0,
+        in_flight_bytes=_flying_bytes(stage, memory, in_flight),
         node_kind=stage.node_kind,
     )
+
+
+def _share_peaks(staged: Staged, in_flight: InFlight) -> list[StageShare]:
+    """What each stage has of its mesh's peak."""
+    meshes, memories = in_flight.schedule.num_meshes, [stage.memory for stage in staged.stages]
+    by_mesh = [share_peak(memories[mesh::meshes], in_flight) for mesh in range(meshes)]
+    return [by_mesh[number % meshes][number // meshes] for number in range(len(memories))]
+
+
+def _flying_bytes(stage: StagedStage, memory: StageShare, in_flight: InFlight) -> int:
+    """What microbatches in flight keep where it is not as much for each of as many as there are at the most; 0 where it is."""
+    if in_flight.schedule.virtual_stages > 1:
+        return max(1, memory.flying_bytes)  # a stage that has none then: 0 stands for another thing
+    return stage.memory.flying_bytes(in_flight) if in_flight.is_split else 0
 
 
 def _memory_limit(staged: Staged, request: PlanRequest) -> int | None:

@@ -284,8 +284,9 @@ class LayerCosts:
             seconds=np.where(has_plan, (1.0 + case.share) * forward_s + backward_s, np.inf),
             once_s=np.where(has_plan, once_s + self._sent_once_s(devices), 0.0),
             transfer_s=np.where(has_plan, self._transfer_s(case.count, devices)[None, :], 0.0),
-            weight_bytes=np.where(has_plan, _sums([one.kept_bytes for one in figures]) + passing + first, 0.0),
+            weight_bytes=np.where(has_plan, _sums([one.kept_bytes for one in figures]), 0.0),
             activation_bytes=np.where(has_plan, _in_flight_bytes(figures, case, meshes), 0.0),
+            working_bytes=np.where(has_plan, passing + first, 0.0),
         )
 
     def _transfer_s(self, count: int, devices: int) -> np.ndarray:

@@ -30,6 +30,7 @@ from autopar.schedules.schedules import TRAINING, Open, Recompute, ScheduleName,
 from autopar.schedules.tasks import Schedule
 from autopar.stages.dependence import takes_gradients
 from autopar.stages.follow import Following, homes_of
+from autopar.stages.tasks.mesh_memory import fit_together, peak_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,15 +127,13 @@ def plan_in_other_schedules(
 def _plan_in_schedule(planned: PlannedPipeline, timetable: Timetable, request: PlanRequest) -> PlannedPipeline | None:
     staged = planned.staged
     schedule = schedule_for(timetable, len(staged.stages) // timetable.virtual_stages)
-    in_flight = InFlight(schedule)
+    in_flight, shared = InFlight(schedule), share_memory(request, schedule).memory_limit_bytes
+    limits = [stage.plan.memory_limit_bytes if stage.node_kind else shared for stage in staged.stages]
+    if not fit_together([stage.memory for stage in staged.stages], limits, in_flight):
+        return None
     stages = tuple(
-        dataclasses.replace(stage, peak_bytes=stage.memory.with_in_flight(in_flight)) for stage in staged.stages
+        dataclasses.replace(stage, peak_bytes=peak_bytes([stage.memory], in_flight)) for stage in staged.stages
     )
-    shared = share_memory(request, schedule).memory_limit_bytes
-    for stage in stages:
-        limit = stage.plan.memory_limit_bytes if stage.node_kind else shared
-        if limit is not None and stage.peak_bytes > limit:
-            return None
     return describe_pipeline(planned.traced, dataclasses.replace(staged, stages=stages), schedule, request)
 
 
@@ -214,7 +213,7 @@ def timetable_of(one: Alternative) -> Timetable:
 
 
 def share_memory(request: PlanRequest, schedule: Schedule) -> PlanRequest:
-    """The request of one stage: the stages on one mesh share its memory equally."""
+    """The request of one stage: an equal part of its mesh's memory, of which those on one mesh may still take unlike parts."""
     limit = request.memory_limit_bytes
     return dataclasses.replace(request, memory_limit_bytes=None if limit is None else limit // schedule.virtual_stages)
 

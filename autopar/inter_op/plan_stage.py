@@ -23,6 +23,7 @@ from autopar.schedules.in_flight import InFlight
 from autopar.schedules.schedules import keeps_least
 from autopar.solver.budget import Budget
 from autopar.stages.tasks.equal_stages import key_of_stage, match_senders
+from autopar.stages.tasks.mesh_memory import peak_bytes
 from autopar.stages.tasks.ports import Port, StagePorts
 from autopar.stages.tasks.stage_program import StageProgram
 
@@ -80,20 +81,25 @@ class KnownStages:
         return job.kind, job.request.meshes, job.request.memory_limit_bytes, room
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class StagePlanning:
-    """How each stage is planned. `memory_rounds`: see `Tuning`."""
+    """How each stage is planned. `memory_rounds`: see `Tuning`.
+
+    A job's memory limit is a stage's equal part of its mesh. Where a mesh has several stages, a stage is held to `limits`
+    instead, by its number: None, or none at all, leaves it all of the mesh, as if the others could make room.
+    """
 
     planner: Planner
     in_flight: InFlight | None
     memory_rounds: int
     known: KnownStages
+    limits: Sequence[int | None] = ()
 
     def plan(self, job: StageJob) -> PlannedWithin:
         """Plan one stage within what its microbatches in flight leave of the memory. Raises OutOfMemoryError."""
-        program, limit = job.program, job.request.memory_limit_bytes
+        program, limit = job.program, self._limit(job)
         count = 1 if self.in_flight is None else self.in_flight.microbatches[program.stage]
-        room, stage = limit, None
+        room, stage = self._first_room(job), None
         for _ in range(self.memory_rounds):
             try:
                 stage = self._plan_within(job, room)
@@ -110,11 +116,12 @@ class StagePlanning:
                 break
         assert stage is not None
         is_leanest = self.in_flight is None or keeps_least(self.in_flight.schedule.name)
+        part = f", its part of a mesh with {self._chunks} stages" if self._chunks > 1 else ""
         others = " or more devices" if is_leanest else ", more devices, or the 1f1b schedule, which keeps less"
         raise OutOfMemoryError(
             f"stage {program.stage} of {program.cut.num_stages} needs {stage.peak_bytes:,} bytes per device, the limit is "
-            f"{limit:,}: {count} microbatches in flight keep {stage.memory.each_text(self.in_flight)}. Use more microbatches, "
-            f"fewer stages{others}."
+            f"{limit:,}{part}: {count} microbatches in flight keep {stage.memory.each_text(self.in_flight)}. Use more "
+            f"microbatches, fewer stages{others}."
         )
 
     def _plan_within(self, job: StageJob, room: int | None) -> StagedStage:
@@ -125,11 +132,11 @@ class StagePlanning:
         limit = job.request.memory_limit_bytes
         planned = self.planner(job.program, dataclasses.replace(job.request, memory_limit_bytes=room))
         plan = dataclasses.replace(planned.plan, memory_limit_bytes=limit)
-        return price_stage(job.program, plan, planned.assignment, self.in_flight, cluster=job.request.cluster)
+        return self._in_flight(price_stage(job.program, plan, planned.assignment, cluster=job.request.cluster))
 
     def find_known(self, job: StageJob) -> StagedStage | None:
         """What planning a stage would come to, if that is known at once."""
-        known = self.known.find(job, job.request.memory_limit_bytes)
+        known = self.known.find(job, self._first_room(job))
         return None if known is None else self._if_it_fits(known, job)
 
     def plan_like(self, job: StageJob, planned: Sequence[StagedStage]) -> StagedStage | None:
@@ -142,19 +149,34 @@ class StagePlanning:
         return None
 
     def _if_it_fits(self, stage: StagedStage, job: StageJob) -> StagedStage | None:
-        limit, stage = job.request.memory_limit_bytes, self._in_flight(stage)
+        limit, stage = self._limit(job), self._in_flight(stage)
         return stage if limit is None or stage.peak_bytes <= limit else None
 
     def _in_flight(self, stage: StagedStage) -> StagedStage:
         """A stage with as many microbatches as are in flight at its place."""
-        memory = stage.memory
-        peak_bytes = memory.peak_bytes if self.in_flight is None else memory.with_in_flight(self.in_flight)
-        return dataclasses.replace(stage, peak_bytes=peak_bytes)
+        if self.in_flight is None:
+            return stage
+        return dataclasses.replace(stage, peak_bytes=peak_bytes([stage.memory], self.in_flight))
+
+    @property
+    def _chunks(self) -> int:
+        return 1 if self.in_flight is None else self.in_flight.schedule.virtual_stages
+
+    def _limit(self, job: StageJob) -> int | None:
+        """What the stage's own peak may be."""
+        if self._chunks == 1:
+            return job.request.memory_limit_bytes
+        return self.limits[job.program.stage] if self.limits else None
+
+    def _first_room(self, job: StageJob) -> int | None:
+        """Within how many bytes a stage's program is planned first: its limit, or all that its mesh has."""
+        limit, whole = self._limit(job), job.request.memory_limit_bytes
+        return limit if limit is not None or whole is None else whole * self._chunks
 
     def restore(self, job: StageJob, plan: Plan, room: int | None) -> PlannedWithin:
         """The stage that a plan describes."""
         cluster = job.request.cluster
-        return PlannedWithin(price_stage(job.program, plan, _assign(job, plan), self.in_flight, cluster=cluster), room)
+        return PlannedWithin(self._in_flight(price_stage(job.program, plan, _assign(job, plan), cluster=cluster)), room)
 
 
 def _move(stage: StagedStage, job: StageJob) -> StagedStage | None:

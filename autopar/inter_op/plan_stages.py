@@ -8,12 +8,13 @@ What can go wrong: a step that mixes examples cannot be cut in time; a stage tha
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import cast
 
-from autopar.errors import ArgumentError
+from autopar.errors import ArgumentError, OutOfMemoryError
 from autopar.forked_jobs import run_side_by_side
 from autopar.inter_op.dynamic_program.kinds import KindOfNodes
 from autopar.inter_op.plan_stage import (
@@ -45,6 +46,7 @@ from autopar.stages.recompute_stages import recompute_in_backward
 from autopar.stages.scan_stacks import ScanCuts, cuts_for_stages
 from autopar.stages.segments import StageCut
 from autopar.stages.split_scans import SplitStep, split_scans
+from autopar.stages.tasks.mesh_memory import fit_together, own_limits
 from autopar.stages.tasks.stage_program import StageProgram, program_of_stage
 from autopar.stages.time_loops import make_divided_loop
 
@@ -111,17 +113,47 @@ def plan_stages(
     if cuts is None and wanted.following is None:
         cuts = choose_cuts(forward_chain(loop), wanted.num_stages)
     cut = _cut(loop, cuts or (), wanted)
-    planning = StagePlanning(planner, wanted.in_flight, tuning.memory_rounds, wanted.known)
     enter(f"planning {wanted.num_stages} stages")
     programs = [program_of_stage(cut, stage) for stage in range(wanted.num_stages)]
     jobs = [_job_of(program, wanted, request, tuning) for program in programs]
-    leaders = _plan_leaders(planning, jobs, processes=request.processes)
+    planning = StagePlanning(
+        planner=planner, in_flight=wanted.in_flight, memory_rounds=tuning.memory_rounds, known=wanted.known
+    )
+    stages = _plan_together(planning, jobs, processes=request.processes)
+    stages = [_on_kind(stage, wanted.kind_of(number)) for number, stage in enumerate(stages)]
+    return _staged(wanted, cut, cuts or (), stages, split)
+
+
+def _plan_together(planning: StagePlanning, jobs: Sequence[StageJob], *, processes: int) -> list[StagedStage]:
+    """The stages, those of one mesh within its memory: each in all of it first, then in parts of it, at last in equal parts."""
+    stages, in_flight = _plan_jobs(planning, jobs, processes=processes), planning.in_flight
+    parts, free = [job.request.memory_limit_bytes for job in jobs], [stage.memory for stage in stages]
+    if in_flight is None or in_flight.schedule.virtual_stages == 1 or fit_together(free, parts, in_flight):
+        return stages
+
+    def plan(own: Sequence[int | None]) -> list[StagedStage]:
+        return _plan_jobs(dataclasses.replace(planning, limits=own), jobs, processes=processes)
+
+    by_size, sure = (own_limits(free, parts, in_flight, is_sure=is_sure) for is_sure in (False, True))
+    try:
+        stages = plan(by_size)
+        return stages if fit_together([stage.memory for stage in stages], parts, in_flight) else plan(sure)
+    except OutOfMemoryError as error:
+        equal = [None if own is None else part for own, part in zip(sure, parts, strict=True)]
+        if any(part > own for part, own in zip(equal, by_size, strict=True) if part is not None and own is not None):
+            with contextlib.suppress(OutOfMemoryError):
+                return plan(equal)
+        raise error from None
+
+
+def _plan_jobs(planning: StagePlanning, jobs: Sequence[StageJob], *, processes: int) -> list[StagedStage]:
+    """The stages, of which equal ones are planned once."""
+    leaders = _plan_leaders(planning, jobs, processes=processes)
     stages: list[StagedStage] = []
     for number, job in enumerate(jobs):
         alike = [stages[other] for other in range(number) if jobs[other].kind == job.kind]
         stages.append(leaders.get(number) or planning.plan_like(job, alike) or planning.plan(job).stage)
-    stages = [_on_kind(stage, wanted.kind_of(number)) for number, stage in enumerate(stages)]
-    return _staged(wanted, cut, cuts or (), stages, split)
+    return stages
 
 
 def restore_stages(traced: TracedStep, plans: Sequence[Plan], wanted: StageRequest, request: PlanRequest) -> Staged:

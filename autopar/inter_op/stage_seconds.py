@@ -25,7 +25,6 @@ from autopar.plan import Plan
 from autopar.program.program import Equation
 from autopar.program.step import TracedStep
 from autopar.program.task_name import TaskName
-from autopar.schedules.in_flight import InFlight
 from autopar.stages.segments import StageCut
 from autopar.stages.split_scans import SplitStep
 from autopar.stages.tasks.stage_memory import StageMemory, stage_memory
@@ -36,6 +35,7 @@ from autopar.stages.tasks.stage_program import StageProgram
 class StagedStage:
     """A planned stage. Seconds are per microbatch for forward and backward, per step for the rest.
 
+    `peak_bytes`: what it is taken to need of its mesh with as many microbatches in flight as there are, or with one.
     `assign`: makes the assignment that the plan describes, when it is first asked for. Only what runs the stage asks.
     `node_kind`: the name of its kind of node in a mixed cluster.
     """
@@ -81,11 +81,10 @@ def price_stage(
     program: StageProgram,
     plan: Plan,
     assignment: Assignment,
-    in_flight: InFlight | None = None,
     *,
     cluster: Cluster,
 ) -> StagedStage:
-    """What a planned stage takes: the seconds of its tasks, its memory with as many microbatches as are in flight.
+    """What a planned stage takes: the seconds of its tasks, its memory with one microbatch in flight.
 
     Each task is a call of a compiled program, with the arrays that its segment reads and writes. A backward that a schedule
     splits is counted as one.
@@ -101,7 +100,6 @@ def price_stage(
         for kind, work_s in (("forward", forward_s), ("backward", backward_s), ("update", once_s))
     )
     memory = stage_memory(program, plan, assignment, compiler=compiler_of(cluster.device))
-    peak_bytes = memory.peak_bytes if in_flight is None else memory.with_in_flight(in_flight)
     return StagedStage(
         program=program,
         plan=plan,
@@ -110,7 +108,7 @@ def price_stage(
         backward_s=backward_s,
         once_s=once_s,
         memory=memory,
-        peak_bytes=peak_bytes,
+        peak_bytes=memory.peak_bytes,
     )
 
 

@@ -55,20 +55,37 @@ class InFlight:
 
     def most_bytes(self, stage: int, kept: Sequence[Kept]) -> int:
         """The most bytes per device that a stage keeps at once. At one instant, what goes makes room for what comes."""
-        schedule, mesh = self.schedule, stage % self.schedule.num_meshes
+        return sum(self.at_peak([(stage, one) for one in kept]))
+
+    def at_peak(self, kept: Sequence[tuple[int, Kept]]) -> tuple[int, ...]:
+        """Bytes of each of these when all together are most: pairs of a stage of one mesh and a value that it keeps."""
+        schedule = self.schedule
         # A step with a backward in a schedule without one is refused later, with a better message.
-        known = [one for one in kept if {one.maker, one.reader} <= {*schedule.kinds}]
+        known = [n for n, (_, one) in enumerate(kept) if {one.maker, one.reader} <= {*schedule.kinds}]
+        there = [0] * len(kept)
         if not known:
-            return 0
+            return tuple(there)
+        times, owners, changes = self._changes([kept[n] for n in known])
+        order = np.lexsort((changes, times))
+        total = np.cumsum(changes[order])
+        if total.max() > 0:
+            until = order[: int(total.argmax()) + 1]
+            for place, number in enumerate(known):
+                there[number] = int(changes[until][owners[until] == place].sum())
+        return tuple(there)
+
+    def _changes(self, kept: Sequence[tuple[int, Kept]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(when, of which value, bytes that come or go), a microbatch at a time."""
+        schedule, mesh = self.schedule, kept[0][0] % self.schedule.num_meshes
         ends = self._ends_if_slow(mesh)
         came, gone = [], []
-        for one in known:
+        for stage, one in kept:
             is_made_here = one.source % schedule.num_meshes == mesh
             came.append(ends[schedule.kinds.index(one.maker), one.source] - is_made_here)
             gone.append(ends[schedule.kinds.index(one.reader), stage])
-        sizes = np.repeat(np.array([one.bytes for one in known], np.int64), schedule.num_microbatches)
-        times, changes = np.concatenate([*came, *gone]), np.concatenate([sizes, -sizes])
-        return max(0, int(np.cumsum(changes[np.lexsort((changes, times))]).max()))
+        sizes = np.repeat(np.array([one.bytes for _, one in kept], np.int64), schedule.num_microbatches)
+        owners = np.repeat(np.arange(len(kept)), schedule.num_microbatches)
+        return np.concatenate([*came, *gone]), np.tile(owners, 2), np.concatenate([sizes, -sizes])
 
     def _ends_if_slow(self, mesh: int) -> np.ndarray:
         """[kind, stage, microbatch]: when each task ends, if a task takes 1 on this mesh and nothing on the others.

@@ -45,6 +45,7 @@ class NamedSchedule:
         row: Yields the tasks of one mesh in the order in which the mesh runs them.
         in_flight: For each stage, the most microbatches of which it keeps residuals at once: what
             `autopar.schedules.in_flight.microbatches_in_flight` counts, without the tasks.
+        together: For each mesh, the most of which its stages keep residuals at once, if that is fewer than they add up to.
         is_split: The backward is in two tasks, the input gradient and the weight gradient.
         chunks: How many chunks a mesh may have: only one, two or more, or any number.
         trains: It has a backward.
@@ -55,6 +56,7 @@ class NamedSchedule:
 
     row: Callable[[_Shape, int], Iterator[Task]]
     in_flight: Callable[[_Shape], Sequence[int]]
+    together: Callable[[_Shape], Sequence[int]] | None = None
     is_split: bool = False
     chunks: Literal["one", "several", "any"] = "one"
     trains: bool = True
@@ -105,6 +107,20 @@ def most_in_flight(
 ) -> tuple[int, ...]:
     """For each stage of the named schedule, the most microbatches of which it keeps residuals at once."""
     return tuple(NAMED_SCHEDULES[name].in_flight(_Shape(num_meshes, num_microbatches, virtual_stages)))
+
+
+def most_together(
+    name: ScheduleName, *, num_meshes: int, num_microbatches: int, virtual_stages: int = 1
+) -> tuple[int, ...]:
+    """For each mesh of the named schedule, the most microbatches of which all its stages keep residuals at once.
+
+    One that two stages of the mesh keep counts twice.
+    """
+    shape, known = _Shape(num_meshes, num_microbatches, virtual_stages), NAMED_SCHEDULES[name]
+    if known.together is not None:
+        return tuple(known.together(shape))
+    counts = known.in_flight(shape)
+    return tuple(sum(counts[mesh::num_meshes]) for mesh in range(num_meshes))
 
 
 def _gpipe(shape: _Shape, mesh: int) -> Iterator[Task]:
@@ -171,14 +187,18 @@ def _interleaved(shape: _Shape, mesh: int) -> Iterator[Task]:
     Warm-up of mesh i: 2 (p - 1 - i) + (v - 1) p forwards (Narayanan et al., Efficient Large-Scale Language Model
     Training, 2021).
     """
-    total = shape.m * shape.v
-    warm_up = min(total, 2 * (shape.p - 1 - mesh) + (shape.v - 1) * shape.p)
+    total, warm_up = shape.m * shape.v, _warm_up(shape, mesh)
     yield from (Task("forward", *_chunk(shape, mesh, number=n)) for n in range(warm_up))
     for n in range(total):
         if n + warm_up < total:
             yield Task("forward", *_chunk(shape, mesh, number=n + warm_up))
         stage, k = _chunk(shape, mesh, number=n)
         yield Task("backward", 2 * mesh + (shape.v - 1) * shape.p - stage, k)
+
+
+def _warm_up(shape: _Shape, mesh: int) -> int:
+    """Forwards of a mesh before its first backward and the forward that goes with that, under interleaving."""
+    return min(shape.m * shape.v, 2 * (shape.p - 1 - mesh) + (shape.v - 1) * shape.p)
 
 
 def _chunk(shape: _Shape, mesh: int, *, number: int) -> tuple[int, int]:
@@ -194,13 +214,16 @@ def _interleaved_in_flight(shape: _Shape) -> list[int]:
     chunk_of = np.arange(total) % (shape.p * shape.v) // shape.p
     kept = np.zeros((shape.v, shape.p), int)
     for mesh in range(shape.p):
-        ahead = min(total, 2 * (shape.p - 1 - mesh) + (shape.v - 1) * shape.p)
-        begun_by = np.minimum(np.arange(total) + ahead + 1, total)
+        begun_by = np.minimum(np.arange(total) + _warm_up(shape, mesh) + 1, total)
         for chunk in range(shape.v):
             begun = np.concatenate([[0], np.cumsum(chunk_of == chunk)])
             ended = np.concatenate([[0], np.cumsum(chunk_of == shape.v - 1 - chunk)])
             kept[chunk, mesh] = np.max(begun[begun_by] - ended[:total])
     return [int(count) for count in kept.ravel()]
+
+
+def _interleaved_together(shape: _Shape) -> list[int]:
+    return [min(shape.m * shape.v, _warm_up(shape, mesh) + 1) for mesh in range(shape.p)]
 
 
 NAMED_SCHEDULES: Mapping[ScheduleName, NamedSchedule] = {
@@ -212,9 +235,16 @@ NAMED_SCHEDULES: Mapping[ScheduleName, NamedSchedule] = {
     ),
     "gpipe": NamedSchedule(row=_gpipe, in_flight=lambda s: [s.m] * s.p * s.v, chunks="any", is_compared=False),
     "inference": NamedSchedule(
-        row=_inference, in_flight=lambda s: [1] * s.p * s.v, chunks="any", trains=False, keeps_least=True
+        row=_inference,
+        in_flight=lambda s: [1] * s.p * s.v,
+        together=lambda s: [1] * s.p,
+        chunks="any",
+        trains=False,
+        keeps_least=True,
     ),
-    "interleaved": NamedSchedule(row=_interleaved, in_flight=_interleaved_in_flight, chunks="several"),
+    "interleaved": NamedSchedule(
+        row=_interleaved, in_flight=_interleaved_in_flight, together=_interleaved_together, chunks="several"
+    ),
     "zb-h1": NamedSchedule(row=_zb_h1, in_flight=lambda s: [min(s.p, s.m)] * s.p, is_split=True),
 }
 SCHEDULES: tuple[ScheduleName, ...] = tuple(NAMED_SCHEDULES)

@@ -6,14 +6,16 @@ mesh. On one mesh the account of XLA is
     arguments + results - results in the place of donated arguments + temporaries.
 
 In a pipeline every task is a program of its own. What lies on a mesh between tasks follows from the instructions that the
-driver executes; the peak is the most of that together with the temporaries of the task that runs.
+driver executes; the peak is the most of that together with the temporaries of the task that runs. A copy lies there as soon as
+another mesh can have sent it, however fast that mesh is: nothing holds it back until its reader runs. Meshes may also be slow, so
+that the plan is not held to all copies that might be there.
 
 Tolerance: arguments and results are exact, but for the table of pointers that XLA's CPU runtime counts as a result, 8 bytes
 each. For temporaries the model is no compiler: XLA may need up to 1 / 0.85 of what is predicted, the margin that a memory
 limit leaves, or less by as much as `SPARE`. Every buffer begins at a multiple of 64 bytes, which `ALIGNMENT` allows for in
-programs of few bytes. In stages the plan also counts what would be there if other meshes were infinitely fast, and the stage
-as one program, so that it may be above by `SPARE_IN_STAGES` of all. The plan counts as the compiler for its cluster does: that a
-program for another platform needs more or less is explained, not matched, and so is less than planned on a TPU.
+programs of few bytes. In stages the plan also counts the stage as one program, so that it may be above by `SPARE_IN_STAGES` of
+all. The plan counts as the compiler for its cluster does: that a program for another platform needs more or less is explained, not
+matched, and so is less than planned on a TPU.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from autopar.execution.one_mesh import CompiledStep
 from autopar.execution.pipeline import CompiledPipeline
 from autopar.intra_op.memory.tuning import TUNING
 from autopar.program.task_name import TaskName
-from autopar.schedules.instructions import Free, Receive, Run, Value
+from autopar.schedules.instructions import Free, InstructionList, Receive, Run, Send, Value
 from autopar.verification import Verdict, VerifiedRow
 from autopar.verify.programs import Account, PlannedPart
 
@@ -108,19 +110,30 @@ def _rows_of_pipeline(compiled: CompiledPipeline, platform: str) -> Iterator[Ver
     for mesh in range(compiled.schedule.num_meshes):
         stages = [stage for stage in compiled.plan.stages if stage.mesh == mesh]
         planned, counted_as = sum(stage.peak_bytes for stage in stages), stages[0].plan.compiler
-        kept, temporaries = _LiveBytes(compiled, mesh).peak()
-        yield _peak_row(planned, kept, temporaries, mesh=mesh, platform=platform, counted_as=counted_as)
+        live = LiveBytes(compiled, mesh)
+        kept, temporaries = live.peak()
+        late = live.peak(is_late=True)
+        yield _peak_row(planned, kept, temporaries, late=late, mesh=mesh, platform=platform, counted_as=counted_as)
 
 
 def _peak_row(
-    planned: int, kept: int, temporaries: int, *, mesh: int | None, platform: str, counted_as: str
+    planned: int,
+    kept: int,
+    temporaries: int,
+    *,
+    late: tuple[int, int] | None = None,
+    mesh: int | None,
+    platform: str,
+    counted_as: str,
 ) -> VerifiedRow:
     """The row of a peak, of which XLA's account has parts that are there anyway, and temporaries.
 
-    `counted_as`: the compiler by which the plan counts.
+    `late`: the same parts if other meshes are so slow that each copy comes when it is waited for. `counted_as`: the compiler by
+    which the plan counts.
     """
     compiled = kept + temporaries
-    least = kept + temporaries * TUNING.temporaries_margin
+    least_kept, least_temporaries = late or (kept, temporaries)
+    least = least_kept + least_temporaries * TUNING.temporaries_margin
     most = max(compiled + temporaries * SPARE, 0 if mesh is None else compiled * (1 + SPARE_IN_STAGES))
     verdict: Verdict = "matches" if least - ALIGNMENT <= planned <= most + ALIGNMENT else "differs"
     note = f"{planned / compiled - 1:+.1%}; {least / compiled - 1:+.0%} to {most / compiled - 1:+.0%} allowed"
@@ -140,8 +153,11 @@ def _peak_row(
     )
 
 
-class _LiveBytes:
-    """What lies on a device of one mesh while the driver executes the instructions of a step."""
+class LiveBytes:
+    """What lies on a device of one mesh while the driver executes the instructions of a step.
+
+    `temporaries`: bytes of each task, by its name, beside its arrays.
+    """
 
     def __init__(self, compiled: CompiledPipeline, mesh: int) -> None:
         self.compiled, self.mesh = compiled, mesh
@@ -152,26 +168,27 @@ class _LiveBytes:
     def _is_here(self, name: TaskName) -> bool:
         return self.tasks.mesh_of(name.stage) == self.mesh
 
-    def peak(self) -> tuple[int, int]:
+    def peak(self, *, is_late: bool = False) -> tuple[int, int]:
         """(bytes of arrays, bytes of temporaries) at the moment when both together are most.
 
+        Copies from other meshes come as early as they can, or only when they are waited for.
         What an update returns takes the place of the leaves that it is given, of which the instructions know nothing.
         """
-        there = {value: self._bytes(value) for home, value in self.compiled.instructions.inputs if home == self.mesh}
-        peak = sum(there.values()), 0
-        for instruction in self.compiled.instructions.of(self.mesh):
+        there = {value: self.size(value) for home, value in self.compiled.instructions.inputs if home == self.mesh}
+        peak, early = (sum(there.values()), 0), _arrivals(self.compiled.instructions, self.mesh)
+        for place, instruction in enumerate(self.compiled.instructions.of(self.mesh)):
+            waited_for = [instruction.value] if isinstance(instruction, Receive) else []
+            there |= {value: self.size(value) for value in (waited_for if is_late else early[place])}
             if isinstance(instruction, Run):
-                there |= {value: self._bytes(value) for value in instruction.writes}
+                there |= {value: self.size(value) for value in instruction.writes}
                 peak = max(peak, (sum(there.values()), self.temporaries.get(instruction.task, 0)), key=sum)
                 gone = {instruction.reads[place] for place in instruction.donated} - {*instruction.writes}
                 there = {value: size for value, size in there.items() if value not in gone}
-            elif isinstance(instruction, Receive):
-                there[instruction.value] = self._bytes(instruction.value)
             elif isinstance(instruction, Free):
                 del there[instruction.value]
         return peak
 
-    def _bytes(self, value: Value) -> int:
+    def size(self, value: Value) -> int:
         """What the arrays of a slot take on one device: as their maker makes them, or as their reader is given them."""
         group = self.links.groups[value.name]
         source = group.content.source if isinstance(group.content, Passed) else None
@@ -184,6 +201,27 @@ class _LiveBytes:
         if isinstance(source, Made) and self.tasks.mesh_of(source.task.stage) != self.mesh:
             return sum(map(_bytes_of, made, self.links.targets[value.name]))
         return sum(map(_bytes_of, made))
+
+
+def _arrivals(instructions: InstructionList, mesh: int) -> list[list[Value]]:
+    """For each instruction of a mesh, what may have arrived before it and not before the one before it.
+
+    A copy is there as soon as it is sent, which does not wait for the receiver. So it may be there when this mesh has done
+    what the sender needs of it, if all other meshes are infinitely fast.
+    """
+    found: list[list[Value]] = [[] for _ in instructions.of(mesh)]
+    done = [0] * instructions.num_meshes  # how many instructions of this mesh each mesh needs for what it has done
+    sent: dict[int, int] = {}
+    for instruction in instructions.instructions:
+        here = instruction.mesh
+        done[here] += here == mesh
+        if isinstance(instruction, Send):
+            sent[instruction.number] = done[here]
+        elif isinstance(instruction, Receive) and here == mesh:
+            found[sent[instruction.number]].append(instruction.value)
+        elif isinstance(instruction, Receive):
+            done[here] = max(done[here], sent[instruction.number])
+    return found
 
 
 def _extra_bytes(name: TaskName, account: Account | None) -> int:

@@ -89,6 +89,39 @@ def test_no_speeds_of_tasks_make_a_stage_keep_more():
                 assert simulation.peak_bytes[mesh] <= most, (schedule.name, stage)
 
 
+def test_what_the_stages_of_a_mesh_keep_together_is_what_a_walk_along_its_tasks_counts():
+    """Residuals of different sizes, and a task's own; no stage alone has most when all together have."""
+    for schedule in schedules():
+        if schedule.virtual_stages == 1 or "weight_gradient" in schedule.kinds:
+            continue
+        last, p = schedule.kinds[-1], schedule.num_meshes
+        for mesh in range(p):
+            stages = range(mesh, schedule.num_stages, p)
+            size = {stage: 10 ** (2 * place) for place, stage in enumerate(stages)}
+            work = {(stage, kind): 7 + stage + 3 * (kind == last) for stage in stages for kind in schedule.kinds}
+            kept = [(s, Kept("forward", s, last, size[s])) for s in stages]
+            kept += [(s, Kept(kind, s, kind, work[s, kind])) for s in stages for kind in schedule.kinds]
+            now, most = 0, 0
+            for task in schedule.rows[mesh]:
+                now += size[task.stage] * (task.kind == "forward")
+                most = max(most, now + work[task.stage, task.kind])
+                now -= size[task.stage] * (task.kind == last)
+            found = InFlight(schedule).at_peak(kept)
+            assert sum(found) == most, (schedule.name, mesh)
+            assert [size > 0 for size in found[len(stages) :]].count(True) == 1, "one task runs"
+            alone = sum(InFlight(schedule).most_bytes(s, [one for keeper, one in kept if keeper == s]) for s in stages)
+            assert sum(found) < alone
+
+
+def test_an_interleaved_mesh_keeps_at_the_most_what_its_closed_form_says():
+    """Mesh i has begun 2 (p - 1 - i) + (v - 1) p forwards before its first backward, and one with each."""
+    for p, v, m in ((2, 2, 8), (3, 2, 12), (2, 4, 8), (4, 2, 8)):
+        schedule = make_schedule("interleaved", num_meshes=p, num_microbatches=m, virtual_stages=v)
+        for mesh in range(p):
+            kept = [(s, Kept("forward", s, "backward", 1)) for s in range(mesh, p * v, p)]
+            assert sum(InFlight(schedule).at_peak(kept)) == 2 * (p - 1 - mesh) + (v - 1) * p + 1
+
+
 def test_a_schedule_that_does_not_end_is_refused_with_the_task_that_comes_too_early():
     schedule = make_schedule("1f1b", num_meshes=2, num_microbatches=2)
     first, *others = schedule.rows

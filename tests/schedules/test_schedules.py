@@ -17,7 +17,14 @@ from autopar.errors import ScheduleError
 from autopar.schedules.check_schedule import check_schedule
 from autopar.schedules.grid import draw_grid
 from autopar.schedules.in_flight import microbatches_in_flight
-from autopar.schedules.schedules import NAMED_SCHEDULES, TRAINING, keeps_least, make_schedule, most_in_flight
+from autopar.schedules.schedules import (
+    NAMED_SCHEDULES,
+    TRAINING,
+    keeps_least,
+    make_schedule,
+    most_in_flight,
+    most_together,
+)
 from autopar.schedules.tasks import Task, dependencies, task_times
 from tests.schedules.chains import small_schedules
 
@@ -88,11 +95,25 @@ def test_microbatches_in_flight_are_those_of_the_papers(name, expected):
             assert microbatches_in_flight(schedule) == tuple(expected(p, m, stage) for stage in range(p)), (p, m)
 
 
+def most_in_row(row):
+    """The most forwards whose last task is not yet done, whichever stages they are of."""
+    kinds = {task.kind for task in row}
+    last = "weight_gradient" if "weight_gradient" in kinds else "backward" if "backward" in kinds else "forward"
+    now = most = 0
+    for task in row:
+        now += task.kind == "forward"
+        most = max(most, now)
+        now -= task.kind == last
+    return most
+
+
 def test_what_the_planner_knows_of_a_schedule_is_what_counting_gives():
     for schedule in small_schedules(max_meshes=5, max_microbatches=12, max_virtual=3):
         sizes = {"num_meshes": schedule.num_meshes, "num_microbatches": schedule.num_microbatches}
         known = most_in_flight(schedule.name, virtual_stages=schedule.virtual_stages, **sizes)
         assert known == microbatches_in_flight(schedule), schedule
+        together = most_together(schedule.name, virtual_stages=schedule.virtual_stages, **sizes)
+        assert together == tuple(map(most_in_row, schedule.rows)), schedule
         assert NAMED_SCHEDULES[schedule.name].is_split == ("weight_gradient" in schedule.kinds)
 
 

@@ -14,7 +14,9 @@ counts), n its devices, D all. Then
               one stage                a = 1    b = B - 1       no pipeline: a loop in one executable
 
 which for equal stages gives the bubbles (p - 1)/B, (p - 1)/(v B) and, for zb-h1, a third of the first. A stage fits if
-weights + f activations <= memory, f the microbatches in flight of its place in the schedule. Under limits max t <= x, max o <= y
+weights + f activations + work <= memory, f the microbatches in flight of its place in the schedule, work what its tasks need. Of
+v chunks on a mesh v weights + f activations + work <= memory, f of all chunks, which is exact where they are alike. Under
+limits max t <= x, max o <= y
 
     F(r, k, d; x, y) = min over j > k and submeshes z, t(k, j, z) <= x, o(k, j, z) <= y, which fit as the r-th stage from the end,
                        of a t(k, j, z) + c(k, j, z) + F(r - 1, j, d - n(z); x, y)     F(0, L, 0) = 0
@@ -210,7 +212,7 @@ class _FamilySearch:
                 return
             once_s = float(np.nextafter(self.max_once(found), -math.inf))
 
-    def strict_table(self, in_flight: Sequence[int]) -> np.ndarray:
+    def strict_table(self, in_flight: Sequence[float]) -> np.ndarray:
         """t (option, k, j, r - 1) with this many microbatches in flight; infinite if a stage does not fit."""
         fits = self.family.bytes(in_flight) <= self.family.problem.memory_bytes
         return self.family.stage_s(self.family.open_places()[..., : len(in_flight)] & fits)

@@ -32,6 +32,7 @@ def describe_stages(stages: Stages, family: Family) -> tuple[ChosenStage, ...]:
             in_flight=family.in_flight[count][count - 1 - s],
             weight_bytes=float(costs.weight_bytes[z, i, j]),
             activation_bytes=float(costs.activation_bytes[z, i, j]),
+            working_bytes=float(costs.working_bytes[z, i, j]) / family.chunks,
         )
         for s, (i, j, z) in enumerate(stages)
     )
@@ -85,11 +86,12 @@ def explain_out_of_memory(problem: StageProblem, families: Sequence[Family]) -> 
     assert needed is not None
     stage, number_of, count, chunks = needed
     shared = f", and a device holds {chunks} chunks" if chunks > 1 else ""
+    working = f"{stage.working_bytes:,.0f} while a task runs, " if stage.working_bytes else ""
     return (
         f"No choice of stages fits into {problem.memory_bytes:,.0f} bytes per device. The one that comes closest has {count} "
         f"stage{'s' if count > 1 else ''}; its stage {number_of(stage)}, layers {stage.first_layer} to {stage.end_layer - 1} on "
         f"a submesh of {stage.submesh[0]} x {stage.submesh[1]} devices, needs {stage.peak_bytes:,.0f} bytes per device"
-        f"{shared}: {stage.weight_bytes:,.0f} of parameters, optimizer state and gradients, and {stage.in_flight} x "
+        f"{shared}: {stage.weight_bytes:,.0f} of parameters, optimizer state and gradients, {working}and {stage.in_flight:g} x "
         f"{stage.activation_bytes:,.0f} of activations, one for each microbatch in flight. More microbatches (now "
         f"{problem.microbatches}), recompute='layer', schedule='1f1b' (now {problem.schedule!r}) or more devices need less."
     )

@@ -24,7 +24,8 @@ class StageCost:
 
     `seconds_per_microbatch`: forward and backward. `once_s`: reduction of gradients and update. `transfer_s`: to the next
     stage and back. `weight_bytes`: parameters, optimizer state, accumulators. `activation_bytes`:
-    what one microbatch in flight keeps.
+    what one microbatch in flight keeps. `working_bytes`: what a task needs while it runs; of the chunks of a mesh one runs at a
+    time.
     """
 
     seconds_per_microbatch: float
@@ -32,6 +33,7 @@ class StageCost:
     transfer_s: float = 0.0
     weight_bytes: float = 0.0
     activation_bytes: float = 0.0
+    working_bytes: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -43,11 +45,13 @@ class CostTable:
     transfer_s: np.ndarray
     weight_bytes: np.ndarray
     activation_bytes: np.ndarray
+    working_bytes: np.ndarray
 
     @classmethod
     def of(cls, layers: int, options: int, cost_of: Callable[[int, int, int], StageCost | None]) -> CostTable:
         """From a function of (first layer, end layer, number of the option); None where there is no plan."""
-        seconds, once_s, transfer_s, weight_bytes, activation_bytes = np.zeros((5, options, layers, layers + 1))
+        seconds, once_s, transfer_s, *sizes = np.zeros((6, options, layers, layers + 1))
+        weight_bytes, activation_bytes, working_bytes = sizes
         seconds[:] = np.inf
         for z in range(options):
             for i in range(layers):
@@ -57,12 +61,14 @@ class CostTable:
                         seconds[z, i, j] = cost.seconds_per_microbatch
                         once_s[z, i, j], transfer_s[z, i, j] = cost.once_s, cost.transfer_s
                         weight_bytes[z, i, j], activation_bytes[z, i, j] = cost.weight_bytes, cost.activation_bytes
+                        working_bytes[z, i, j] = cost.working_bytes
         return cls(
             seconds=seconds,
             once_s=once_s,
             transfer_s=transfer_s,
             weight_bytes=weight_bytes,
             activation_bytes=activation_bytes,
+            working_bytes=working_bytes,
         )
 
 
@@ -124,7 +130,11 @@ class Manual:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChosenStage:
-    """Layers `first_layer` to `end_layer` - 1 on a mesh; `option` is the number of the option taken."""
+    """Layers `first_layer` to `end_layer` - 1 on a mesh; `option` is the number of the option taken.
+
+    Where a mesh has several chunks, `in_flight` is the part of a chunk of what all have in flight together, and `working_bytes`
+    of what the one that runs needs.
+    """
 
     first_layer: int
     end_layer: int
@@ -133,14 +143,15 @@ class ChosenStage:
     submesh: Submesh
     stage_s: float
     once_s: float
-    in_flight: int
+    in_flight: float
     weight_bytes: float
     activation_bytes: float
+    working_bytes: float = 0.0
 
     @property
     def peak_bytes(self) -> float:
         """Bytes per device."""
-        return self.weight_bytes + self.in_flight * self.activation_bytes
+        return self.weight_bytes + self.in_flight * self.activation_bytes + self.working_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from typing import TypeAlias
 import numpy as np
 
 from autopar.inter_op.dynamic_program.problem import Manual, StageProblem
-from autopar.schedules.schedules import NAMED_SCHEDULES, most_in_flight
+from autopar.schedules.schedules import NAMED_SCHEDULES, most_in_flight, most_together
 
 TIE = 1e-12
 """Relative difference up to which two times are the same."""
@@ -30,13 +30,13 @@ class Family:
     """Choices of equal rules: `counts` are the S in it, `slowest` their b(S), `fill` is a.
 
     `in_flight[S][r - 1]`: what the r-th stage from the end keeps. A mesh has `chunks`, each of which may have that part of the
-    memory.
+    memory, and counts that part of the microbatches that all have in flight together.
     """
 
     problem: StageProblem
     manual: Manual
     counts: tuple[int, ...]
-    in_flight: Mapping[int, tuple[int, ...]]
+    in_flight: Mapping[int, tuple[float, ...]]
     fill: float
     slowest: tuple[float, ...]
     chunks: int = 1
@@ -71,11 +71,12 @@ class Family:
     def may_fit(self) -> bool:
         """False if the layers fit the memory in no stages at all, even if each were at the place that keeps least."""
         costs = self.problem.costs
-        most = costs.weight_bytes + min(self.least_in_flight()) * costs.activation_bytes
+        kept = costs.weight_bytes + min(self.least_in_flight()) * costs.activation_bytes
+        most = kept + costs.working_bytes / self.chunks
         fits = np.isfinite(costs.seconds) & (most * self.chunks <= self.problem.memory_bytes)
         return math.isfinite(quick(np.where(fits, 0.0, np.inf), self, np.add))
 
-    def least_in_flight(self) -> tuple[int, ...]:
+    def least_in_flight(self) -> tuple[float, ...]:
         """What a stage keeps at least, r-th from the end of a choice of any S."""
         return tuple(
             min(self.in_flight[count][r] for count in self.counts if count > r) for r in range(max(self.counts))
@@ -101,11 +102,12 @@ class Family:
         has_plan = np.isfinite(self.problem.costs.seconds) & np.triu(np.ones((layers, layers + 1), bool), 1)
         return np.asarray(spans[None] & allowed[:, None, None, :] & has_plan[..., None])
 
-    def bytes(self, in_flight: Sequence[int]) -> np.ndarray:
+    def bytes(self, in_flight: Sequence[float]) -> np.ndarray:
         """Peak bytes per device (option, k, j, r - 1), as if all chunks of the mesh were like this one."""
         costs = self.problem.costs
         kept = costs.activation_bytes[..., None] * np.array(in_flight)
-        return np.asarray((costs.weight_bytes[..., None] + kept) * self.chunks)
+        working = costs.working_bytes[..., None] / self.chunks
+        return np.asarray((costs.weight_bytes[..., None] + kept + working) * self.chunks)
 
     def stage_s(self, places: np.ndarray) -> np.ndarray:
         """t (option, k, j, r - 1), infinite outside `places`."""
@@ -137,9 +139,11 @@ def families_of(problem: StageProblem, manual: Manual) -> Iterator[Family]:
     counts = tuple(p for p in range(2, most + 1) if is_left(p, p * chunks))
     schedule = NAMED_SCHEDULES[problem.schedule]
 
-    def in_flight_of(meshes: int) -> tuple[int, ...]:
+    def in_flight_of(meshes: int) -> tuple[float, ...]:
         sizes = {"num_meshes": meshes, "num_microbatches": batches, "virtual_stages": chunks}
-        return most_in_flight(problem.schedule, **sizes)[::-1]
+        if chunks == 1:
+            return most_in_flight(problem.schedule, **sizes)[::-1]
+        return tuple(count / chunks for count in most_together(problem.schedule, **sizes))[::-1] * chunks
 
     if schedule.interleaves:
         for p in counts if not problem.parts else ():

@@ -1,10 +1,10 @@
 """The memory of a pipeline's meshes over the step, by the predicted clock.
 
 In: a `PipelinePlan` that knows the parts of its stages' peaks. Out: bytes of one device of a mesh at equal intervals of the
-step. The state and the sums lie there throughout; a microbatch keeps an equal share of what all in flight keep at the most,
-from the start of its forward to the end of its backward, of its weight gradient where that is a task of its own; and tasks need
-theirs while they run. What can go wrong: a split backward lets go of a part before its end, which the shares do not show, and
-stages that share a mesh reach their peaks at different times, so the plan's peak, their sum, is more than the picture shows.
+step. The state and the sums lie there throughout; a microbatch keeps its residuals from the start of its forward to the end of
+its backward, of its weight gradient where that is a task of its own; and tasks need theirs while they run. What can go wrong: a
+split backward lets go of a part before its end, where each microbatch counts an equal share of what all keep at the most; and
+of stages that share a mesh the plan knows what each needs at the mesh's peak, which for a task that does not run then is little.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def _changes(span: Span, run: Run, stage: StagePlan, last: str) -> Iterator[tupl
     """When a task adds bytes, and when they go; at one instant, what goes makes room for what comes."""
     yield span.start_s, stage.working_bytes
     yield span.end_s, -stage.working_bytes
+    is_split = last == "weight_gradient"
+    each = stage.flying_bytes / max(1, stage.microbatches_in_flight) if is_split else stage.microbatch_bytes
     if run.kind == "forward":
-        yield span.start_s, stage.flying_bytes / max(1, stage.microbatches_in_flight)
+        yield span.start_s, each
     if run.kind == last:
-        yield span.end_s, -stage.flying_bytes / max(1, stage.microbatches_in_flight)
+        yield span.end_s, -each

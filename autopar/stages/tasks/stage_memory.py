@@ -27,7 +27,7 @@ from autopar.schedules.in_flight import InFlight, Kept
 from autopar.schedules.tasks import TaskKind
 from autopar.stages.tasks.owners import LoopedProgram, loop_of, task_owners
 from autopar.stages.tasks.stage_program import StageProgram
-from autopar.stages.tasks.task_memory import TaskMemories
+from autopar.stages.tasks.task_memory import TaskMemories, TaskMemory
 
 WHOLE: dict[TaskKind, TaskKind] = {"input_gradient": "backward", "weight_gradient": "backward"}
 """What the halves of a split backward are parts of."""
@@ -53,20 +53,21 @@ class StageMemory:
     passing: tuple[Kept, ...]
     tasks: TaskMemories
 
-    def with_in_flight(self, in_flight: InFlight) -> int:
-        """The peak with as many microbatches in flight as a schedule keeps: that of the loop, or of what is before and after."""
-        tasks = self.tasks.split if in_flight.is_split else self.tasks.whole
-        working = [Kept(kind, self.stage, kind, size) for kind, size in tasks.working_bytes.items()]
-        loop_bytes = in_flight.most_bytes(self.stage, (*self.handed_on(in_flight), *working))
-        return max(self.peak_bytes, self.kept_bytes + tasks.once_bytes + loop_bytes)
+    def standing_bytes(self, in_flight: InFlight) -> int:
+        """What is there while the loop over microbatches runs, whatever is in flight."""
+        return self.kept_bytes + self._tasks(in_flight).once_bytes
+
+    def looping(self, in_flight: InFlight) -> tuple[Kept, ...]:
+        """What comes and goes while it runs: what tasks are handed, and each task's own as long as the task runs."""
+        working = [Kept(kind, self.stage, kind, size) for kind, size in self._tasks(in_flight).working_bytes.items()]
+        return (*self.handed_on(in_flight), *working)
+
+    def _tasks(self, in_flight: InFlight) -> TaskMemory:
+        return self.tasks.split if in_flight.is_split else self.tasks.whole
 
     def flying_bytes(self, in_flight: InFlight) -> int:
         """The most that microbatches keep at once between tasks: residuals, and cotangents that wait for weight gradients."""
-        kept = [
-            one
-            for one in self.handed_on(in_flight)
-            if (one.maker == "forward" and one.reader != "forward") or one.reader == "weight_gradient"
-        ]
+        kept = [one for one in self.handed_on(in_flight) if is_flying(one)]
         return in_flight.most_bytes(self.stage, kept)
 
     def move_to(self, stage: int, senders: Mapping[int, int]) -> StageMemory:
@@ -116,6 +117,11 @@ class StageMemory:
         """What comes and goes within a task: in the plan's one executable, or in that of the task that takes most."""
         in_plan = self.peak_bytes - self.kept_bytes - self.looped_bytes - self.residual_bytes
         return max(0, in_plan, *self.tasks.whole.working_bytes.values())
+
+
+def is_flying(one: Kept) -> bool:
+    """Whether it waits for the backward of its microbatch: a residual, or a cotangent for a weight gradient."""
+    return (one.maker == "forward" and one.reader != "forward") or one.reader == "weight_gradient"
 
 
 def stage_memory(

@@ -36,7 +36,7 @@ def problem_of(costs, options, cluster, microbatches, schedule="1f1b", virtual_s
 
 
 def table_of_arrays(*arrays):
-    """Seconds, seconds once a step and of the transfer, bytes of weights and of activations."""
+    """Seconds, seconds once a step and of the transfer, bytes of weights, of activations and of a task that runs."""
     return CostTable(**{field.name: array for field, array in zip(dataclasses.fields(CostTable), arrays, strict=True)})
 
 
@@ -47,11 +47,14 @@ def cost_of(seconds, *figures, **others):
 
 
 def in_flight(schedule, chunks, *, meshes, batches):
-    """Microbatches in flight of each stage, counted in the schedule itself."""
+    """Microbatches in flight of each stage, counted in the schedule itself; of several on a mesh, its part of all together."""
     if meshes == 1:
         return (1,)
     made = make_schedule(schedule, num_meshes=meshes, num_microbatches=batches, virtual_stages=chunks)
-    return microbatches_in_flight(made)
+    if chunks == 1:
+        return microbatches_in_flight(made)
+    change = {"forward": 1, "backward": -1}
+    return tuple(max(itertools.accumulate(change[task.kind] for task in row)) / chunks for row in made.rows) * chunks
 
 
 def step_s(problem, stages):
@@ -74,7 +77,9 @@ def fits(problem, stages):
     kept = in_flight(problem.schedule, chunks, meshes=len(stages) // chunks, batches=problem.microbatches)
     costs = problem.costs
     return all(
-        (costs.weight_bytes[z, i, j] + f * costs.activation_bytes[z, i, j]) * chunks <= problem.memory_bytes
+        (costs.weight_bytes[z, i, j] + f * costs.activation_bytes[z, i, j] + costs.working_bytes[z, i, j] / chunks)
+        * chunks
+        <= problem.memory_bytes
         for (i, j, z), f in zip(stages, kept, strict=True)
     )
 
@@ -134,7 +139,7 @@ def table_of(rng, layers, options, *, whole=False):
 
     seconds = draw(1, 6)
     seconds[rng.random(seconds.shape) < 0.1] = np.inf
-    return table_of_arrays(seconds, draw(0, 5), draw(0, 2), draw(0, 4), draw(0, 3))
+    return table_of_arrays(seconds, draw(0, 5), draw(0, 2), draw(0, 4), draw(0, 3), draw(0, 2))
 
 
 def chosen_of(choice):
@@ -211,7 +216,7 @@ def test_the_choice_is_the_best_of_all_whatever_the_costs(data):
         return np.array(data.draw(st.lists(allowed, min_size=size, max_size=size))).reshape(shape)
 
     seconds = draw(st.sampled_from([1.0, 2.0, 3.0, 5.0, 0.3, 0.7, math.inf]))
-    costs = table_of_arrays(seconds, draw(figure), draw(figure), draw(figure), draw(figure))
+    costs = table_of_arrays(seconds, *(draw(figure) for _ in range(5)))
     memory = data.draw(st.sampled_from([math.inf, 30.0, 12.0, 6.0, 2.0]))
     batches = data.draw(st.sampled_from([1, 2, 3, 4, 6, 16]))
     assert_best(problem_of(costs, options, cluster, batches, schedule, chunks, memory))
@@ -271,7 +276,8 @@ def test_the_seconds_are_those_of_the_schedule_run_with_equal_stages(schedule, c
             made = make_schedule(schedule, num_meshes=meshes, num_microbatches=batches, virtual_stages=chunks)
             times = task_times(made, lambda task: durations[task.kind])
             assert choice.step_s == pytest.approx(max(end for _, end in times.values())), (meshes, batches)
-            assert tuple(stage.in_flight for stage in choice.stages) == microbatches_in_flight(made)
+            counted = in_flight(schedule, chunks, meshes=meshes, batches=batches)
+        assert tuple(stage.in_flight for stage in choice.stages) == counted
 
 
 def test_among_equals_fewer_stages_win_and_then_earlier_cuts():
@@ -299,7 +305,7 @@ def test_64_layers_on_64_devices_take_seconds():
     work = (
         (ends[None, None, :] - ends[None, :-1, None]) / sizes * rng.uniform(1, 1.2, (len(options), layers, layers + 1))
     )
-    costs = table_of_arrays(work, work * 0.3, np.full_like(work, 0.01), work, work * 0.3)
+    costs = table_of_arrays(work, work * 0.3, np.full_like(work, 0.01), work, work * 0.3, np.zeros_like(work))
     for schedule in ("1f1b", "zb-h1"):
         start = time.perf_counter()
         choice = choose_stages(problem_of(costs, options, (8, 8), 64, schedule, memory_bytes=3.0))
@@ -320,6 +326,19 @@ def test_the_choice_says_what_each_stage_needs_and_which_is_slowest():
     assert (first.in_flight, first.peak_bytes, second.in_flight, second.peak_bytes) == (2, 114.0, 1, 107.0)
     assert choice.step_s == 2.25 + 8 * 5.0 + 0.5
     assert choice.devices == ((0, 1), (2, 3))
+
+
+def test_chunks_of_a_mesh_need_what_all_have_in_flight_together_and_what_the_one_that_runs_works_with():
+    """Four equal chunks on two meshes, the first of which has five microbatches in flight: 2 x 1 + 5 x 1 + 2 bytes."""
+    costs = CostTable.of(4, 1, lambda i, j, z: cost_of(1.0, weight_bytes=1.0, activation_bytes=1.0, working_bytes=2.0))
+
+    def choose(memory_bytes):
+        problem = problem_of(costs, ((1, 1),), (1, 2), 4, "interleaved", 2, memory_bytes)
+        return choose_stages(problem, manual=Manual(num_stages=2)).stages
+
+    assert [(stage.in_flight, 2 * stage.peak_bytes) for stage in choose(9.0)] == [(2.5, 9.0), (1.5, 7.0)] * 2
+    with pytest.raises(OutOfMemoryError, match=r"state and gradients, 1 while a task runs, and 2\.5 x 1"):
+        choose(8.9)
 
 
 def test_alternatives_are_counted_by_what_ruled_them_out():
