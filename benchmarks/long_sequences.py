@@ -25,6 +25,7 @@ from rich.table import Table
 
 from autopar.cost_model.device import AttentionSpeed
 from autopar.cost_model.hardware import preset
+from autopar.files.whole_file import save
 from autopar.simulate.closed_forms.job_prediction import JobPrediction, predict
 from autopar.simulate.closed_forms.training_job import TrainingJob
 from autopar.simulate.closed_forms.transformer_shape import TransformerShape
@@ -115,7 +116,7 @@ def main() -> None:
         console.print(f"attention by {name}: mean absolute error {mean:.1%}, worst {worst:+.1%}", highlight=False)
     if given.json:
         lines = [{**dataclasses.asdict(row), "predicted": one.tflops_per_device} for row, one, _ in found]
-        given.json.write_text(json.dumps(lines, indent=2) + "\n", encoding="utf-8")
+        save(given.json, json.dumps(lines, indent=2) + "\n")
 
 
 if __name__ == "__main__":

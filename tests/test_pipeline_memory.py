@@ -1,5 +1,6 @@
 """The predicted memory of pipelines: what tasks hand on is what the runtime's instructions keep, under every schedule."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -54,9 +55,10 @@ QUICK = [
 ]
 TOO_FEW_LAYERS = [("tied", 4, 2), ("skips", 4, 2)]
 """Eight stages of four layers: some have no backward, and so do not wait for it either."""
+V100S = preset("p3.16xlarge")
 REQUEST = PlanRequest(
     meshes=(),
-    cluster=preset("p3.16xlarge"),
+    cluster=dataclasses.replace(V100S, device=dataclasses.replace(V100S.device, fuses=False)),  # kept as on CPUs
     memory_limit_bytes=None,
     constraints=Constraints(),
     options=PlannerOptions(),

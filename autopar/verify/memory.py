@@ -14,8 +14,8 @@ Tolerance: arguments and results are exact, but for the table of pointers that X
 each. For temporaries the model is no compiler: XLA may need up to 1 / 0.85 of what is predicted, the margin that a memory
 limit leaves, or less by as much as `SPARE`. Every buffer begins at a multiple of 64 bytes, which `ALIGNMENT` allows for in
 programs of few bytes. In stages the plan also counts the stage as one program, so that it may be above by `SPARE_IN_STAGES` of
-all. The plan counts as the compiler for its cluster does: that a program for another platform needs more or less is explained, not
-matched, and so is less than planned on a TPU.
+all. The plan counts as the compiler for its cluster does: that a program for another platform needs more or less is explained,
+not matched, and so is less than planned on a TPU.
 """
 
 from __future__ import annotations
