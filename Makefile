@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-sweeps test-all test-libraries lint format types contracts docs bench setup clean
+.PHONY: help demo test test-sweeps test-all test-libraries test-gpu-compiler lint format types contracts docs bench setup clean
 
 help:
 	@echo "make setup      an environment in $(VENV); its commands are in $(BIN), such as $(BIN)/autopar"
@@ -17,6 +17,7 @@ help:
 	@echo "make test-sweeps   what make test leaves out, without the slow tests"
 	@echo "make test-all   all tests"
 	@echo "make test-libraries   installs other packages, and runs train steps of their models"
+	@echo "make test-gpu-compiler VENV=.venv-gpu   installs XLA's compiler for GPUs, which needs none, and holds plans against it"
 	@echo "make lint | types | contracts     ruff | mypy --strict | import-linter"
 	@echo "make format     let ruff mend what it can"
 	@echo "make docs       the pages as a site, in build/site; warnings are errors"
@@ -40,6 +41,14 @@ test-libraries: $(READY)
 	  > $(VENV)/libraries.txt
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --requirement $(VENV)/libraries.txt
 	$(PYTEST) tests/libraries tests/data_input tests/test_docs.py
+
+test-gpu-compiler: $(READY)
+	@$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"]["gpu-compiler"], sep="\n")' \
+	  > $(VENV)/gpu_compiler.txt
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --requirement $(VENV)/gpu_compiler.txt \
+	  "jax-cuda12-plugin==$$($(BIN)/python -c 'import jax; print(jax.__version__)')" \
+	  "jax-cuda12-pjrt==$$($(BIN)/python -c 'import jax; print(jax.__version__)')"
+	JAX_PLATFORMS=cpu $(PYTEST) tests/libraries/test_compile_only.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

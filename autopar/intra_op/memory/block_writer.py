@@ -17,9 +17,9 @@ import jax
 from autopar.avals import Aval, dtype_name, is_opaque, itemsize_of
 from autopar.compat import Literal, Var, module_path
 from autopar.intra_op.choices.graph import Source
-from autopar.intra_op.memory.compilers import XLA_CPU, Compiler, kind_of
+from autopar.intra_op.memory.compilers import XLA_CPU, Compiler
 from autopar.intra_op.memory.device_operations import Block, Kind, Operation, Value
-from autopar.intra_op.memory.equation_facts import EquationFacts, facts_of, result_name
+from autopar.intra_op.memory.equation_facts import EquationFacts, facts_of, kind_of, result_name
 from autopar.intra_op.xla_cpu import table as xla_cpu
 from autopar.intra_op.xla_cpu.contraction_orders import Orders
 from autopar.intra_op.xla_cpu.table import Making
@@ -85,18 +85,6 @@ class Values:
         name = result_name(maker, var.aval.shape)
         return Held(self.add_shard(var.aval, layout, self.key(var), name, module_path(maker)), layout)
 
-    def block(
-        self, operations: Sequence[Operation], outputs: Sequence[int], places: Mapping[int, int] | None = None
-    ) -> Block:
-        """A block that is compiled as these values are."""
-        return Block(
-            tuple(operations),
-            tuple(outputs),
-            places or {},
-            keeps_order=self.compiler.keeps_order,
-            keeps_costly=self.compiler.keeps_costly,
-        )
-
     def key(self, var: Var) -> tuple[int, int, bool] | None:
         """The (node, output, stacked) of the strategy graph whose choice decides a variable's layout."""
         source = self.sources.get(var)
@@ -116,7 +104,7 @@ class BlockWriter:
 
     def block(self) -> Block:
         """What has been written."""
-        return self.values.block(self.operations, self.ends, dict(self.places))
+        return Block(tuple(self.operations), tuple(self.ends), dict(self.places), self.values.compiler)
 
     def emit(
         self,

@@ -11,8 +11,6 @@ import dataclasses
 from typing import Literal
 
 from autopar.cost_model.device import Device
-from autopar.intra_op.memory.device_operations import Kind
-from autopar.intra_op.xla_cpu.table import Making
 
 Platform = Literal["cpu", "gpu"]
 """Whose compiler it is; that of GPUs stands for every one that fuses."""
@@ -64,20 +62,3 @@ XLA_GPU = Compiler(
 def compiler_of(device: Device) -> Compiler:
     """The compiler for a device: that of GPUs where chains of operations are one kernel."""
     return XLA_GPU if device.fuses else XLA_CPU
-
-
-_KINDS = {
-    Making.WHOLE: Kind.WHOLE,
-    Making.NAME: Kind.CHEAP,
-    Making.SAME: Kind.CHEAP,
-    Making.CHEAP: Kind.CHEAP,
-    Making.MOVED: Kind.MOVED,
-    Making.COSTLY: Kind.COSTLY,
-    Making.REDUCTION: Kind.REDUCE,
-    Making.LIBRARY: Kind.LIBRARY,
-}
-
-
-def kind_of(making: Making, compiler: Compiler) -> Kind:
-    """How a compiler runs an operation whose result is made so."""
-    return Kind.REDUCE if making is Making.LIBRARY and not compiler.has_library else _KINDS[making]

@@ -9,6 +9,8 @@ import dataclasses
 import enum
 from collections.abc import Hashable, Mapping
 
+from autopar.intra_op.memory.compilers import XLA_CPU, Compiler
+
 
 class Kind(enum.Enum):
     """How an operation is run.
@@ -81,15 +83,14 @@ class Operation:
 class Block:
     """Operations in program order and what they compute; everything they read from elsewhere is there already.
 
-    `places`: of a loop's body, for outputs the values that they are in the next trip: they end in that memory. `keeps_order`,
-    `keeps_costly`: see `Compiler`.
+    `places`: of a loop's body, for outputs the values that they are in the next trip: they end in that memory. `compiler`:
+    who compiles it.
     """
 
     operations: tuple[Operation, ...]
     outputs: tuple[int, ...]
     places: Mapping[int, int] = dataclasses.field(default_factory=dict)
-    keeps_order: bool = False
-    keeps_costly: bool = True
+    compiler: Compiler = XLA_CPU
 
 
 @dataclasses.dataclass(frozen=True)

@@ -99,7 +99,8 @@ class _Buffers(LayoutDomain[Held], StaticDomain[Held]):
 
     def program(self, scope: Scope[Held], inputs: Sequence[Held], outputs: Sequence[int]) -> DeviceProgram:
         """Everything that has been written."""
-        block = self.values.block(self._writer(scope).operations, [v for v in outputs if v >= 0])
+        ends = tuple(v for v in outputs if v >= 0)
+        block = Block(tuple(self._writer(scope).operations), ends, compiler=self.values.compiler)
         return DeviceProgram(block, tuple(self.values.values), tuple(h.value for h in inputs), tuple(outputs))
 
     def _writer(self, scope: Scope[Held]) -> BlockWriter:

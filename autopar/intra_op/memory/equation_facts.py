@@ -11,6 +11,8 @@ import weakref
 from collections.abc import Hashable, Sequence
 
 from autopar.compat import Literal, module_path
+from autopar.intra_op.memory.compilers import Compiler
+from autopar.intra_op.memory.device_operations import Kind
 from autopar.intra_op.xla_cpu import table as xla_cpu
 from autopar.intra_op.xla_cpu.contraction_orders import Orders
 from autopar.intra_op.xla_cpu.table import Making
@@ -74,3 +76,20 @@ def _work(eqn: Equation) -> Hashable:
     """What an equation does, with the literals that it reads."""
     literals = tuple((str(v.aval), str(v.val)) if isinstance(v, Literal) else None for v in eqn.invars)
     return operation_key(eqn), literals
+
+
+_KINDS = {
+    Making.WHOLE: Kind.WHOLE,
+    Making.NAME: Kind.CHEAP,
+    Making.SAME: Kind.CHEAP,
+    Making.CHEAP: Kind.CHEAP,
+    Making.MOVED: Kind.MOVED,
+    Making.COSTLY: Kind.COSTLY,
+    Making.REDUCTION: Kind.REDUCE,
+    Making.LIBRARY: Kind.LIBRARY,
+}
+
+
+def kind_of(making: Making, compiler: Compiler) -> Kind:
+    """How a compiler runs an operation whose result is made so."""
+    return Kind.REDUCE if making is Making.LIBRARY and not compiler.has_library else _KINDS[making]

@@ -22,7 +22,7 @@ class Folding:
     """
 
     def __init__(self, block: Block, values: Sequence[Value]) -> None:
-        self.values, self._keeps_costly = values, block.keeps_costly
+        self.values, self._keeps_costly = values, block.compiler.keeps_costly
         self.maker: dict[int, Operation] = {}
         self._original: dict[int, int] = {}
         self.users: dict[int, list[Operation]] = collections.defaultdict(list)

@@ -65,7 +65,7 @@ def footprint_of(
     memory that is.
     """
     folding = Folding(merge_groups(move_sums_into_scatters(block, values)), values)
-    order = folding.running if block.keeps_order else _order_breadth_first(folding)
+    order = folding.running if block.compiler.keeps_order else _order_breadth_first(folding)
     starts, steps, inner = _steps(order, values)
     apart = {folding.original(v) for v in elsewhere} | _ends_in_place(order, folding, block)
     ends = [*starts, steps]
