@@ -1,16 +1,12 @@
 """XLA's compiler for GPUs makes of a step what its plan says, on no GPU: `make test-gpu-compiler` installs its packages."""
 
-import importlib.util
-
 import jax
 import pytest
 
 import autopar
 from autopar.models import registry
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("jax_plugins.xla_cuda12") is None, reason="the compiler for GPUs is in packages of its own"
-)
+pytest.importorskip("jax_plugins.xla_cuda12", reason="the compiler for GPUs is in packages of its own")
 LARGE = {"hidden": 512, "heads": 8, "seq": 256, "batch": 16, "vocab": 4096}
 MODELS = {
     "gpt": {"layers": 2, **LARGE},
