@@ -63,7 +63,8 @@ class Device:
         transpose_s_per_byte: What a reduce-scatter or all-gather adds along a dimension other than the first: compilers hand
             it a transposed copy, or take one from it.
         fuses: A chain of pointwise operations and row reductions takes what its one kernel reads and writes. If not, each
-            operation takes what it writes, as where arithmetic and not memory is the limit.
+            operation takes what it writes, as where arithmetic and not memory is the limit. Programs for it keep in memory
+            what XLA's compiler for GPUs keeps, if not, what the one for CPUs does.
         fused_attention: Training runs of the device's time keep attention scores in a kernel on the chip. Only the replay of
             published runs reads it.
         sustained: For each format, the part of what products reach in a short loop that they keep in hours of training, under

@@ -45,13 +45,14 @@ def test_the_compiler_is_told_what_the_gpu_is_and_that_nothing_can_be_tuned_on_i
     gpu = compile_only._GPUS[kind]
     for field in dataclasses.fields(gpu):
         assert str(getattr(gpu, field.name)) in options["target_config"], field.name
-    assert os.environ["XLA_FLAGS"].split() == ["--xla_force_host_platform_device_count=8", "--xla_gpu_autotune_level=0"]
+    flags = ["--xla_gpu_autotune_level=0", "--xla_gpu_enable_triton_gemm=false"]
+    assert os.environ["XLA_FLAGS"].split() == ["--xla_force_host_platform_device_count=8", *flags]
 
 
 def test_what_the_user_says_of_tuning_stays(asked, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=4")
     autopar.compile_only_devices("a100", 1)
-    assert os.environ["XLA_FLAGS"] == "--xla_gpu_autotune_level=4"
+    assert os.environ["XLA_FLAGS"].split() == ["--xla_gpu_autotune_level=4", "--xla_gpu_enable_triton_gemm=false"]
 
 
 @pytest.mark.parametrize("kind", ["v100", "a100", "h100"])
