@@ -106,12 +106,13 @@ class _ProgramBuilder:
         return [self._keep_apart(eqn, v, last if late else None) for v, late in zip(operands, waits, strict=True)]
 
     def _made(self) -> dict[Var, int]:
-        """The number of the equation that makes each value; a copy behind a barrier is there as soon as what it is a copy of."""
+        """How many equations each value is behind; a copy behind a barrier is there as soon as what it is a copy of."""
         made: dict[Var, int] = {}
-        for number, eqn in enumerate(self.equations):
+        for eqn in self.equations:
             is_copy = eqn.primitive is optimization_barrier_p
-            behind = [made[v] for v in (*eqn.invars, eqn.after) if v in made] if is_copy else [number]
-            made.update((v, max(behind)) for v in eqn.outvars if behind)
+            behind = [made[v] for v in (*eqn.invars, eqn.after) if not isinstance(v, Literal) and v in made]
+            if behind or not is_copy:
+                made.update((v, max(behind, default=0) + (not is_copy)) for v in eqn.outvars)
         return made
 
     def _keep_apart(self, eqn: JaxprEqn, operand: Atom, after: Var | None) -> Atom:

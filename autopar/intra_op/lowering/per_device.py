@@ -116,11 +116,16 @@ class Lowering(LayoutDomain[Placed]):
         """One equation that is not a loop."""
         strategy, rule = self.assignment.strategies[eqn], self.assignment.rules[eqn]
         operands = tuple(self.need(v, la, scope).array for v, la in zip(eqn.invars, strategy.inputs, strict=True))
+        late = scope.values.get(awaited) if (awaited := self.late(eqn)) is not None else None
+        if late is not None:  # or what is cheap would be computed early, and its result be kept
+            operands = tuple(
+                array if isinstance(v, Literal) else self.hold_back(array, late.array)
+                for v, array in zip(eqn.invars, operands, strict=True)
+            )
         call = LocalCall(eqn=eqn, operands=operands, rule=rule, factor_axes=dict(strategy.factor_axes), mesh=self.mesh)
         results = run_on_shard(call)
-        late = self.late(eqn)
-        if late is not None and late in scope.values:
-            results = [self.hold_back(array, scope.values[late].array) for array in results]
+        if late is not None and all(isinstance(v, Literal) for v in eqn.invars):
+            results = [self.hold_back(array, late.array) for array in results]
         return list(map(self.place, eqn.outvars, results, strategy.outputs))
 
     def place(self, var: Var, array: jax.Array, layout: Layout) -> Placed:
