@@ -15,7 +15,7 @@ import autopar
 from autopar.commands.parser import read
 from autopar.cost_model.hardware import PRESETS
 from autopar.errors import ArgumentError
-from autopar.verify import compile_only
+from autopar.verify import compile_only, memory
 from tests.verify.steps import shapes, train_step
 
 
@@ -94,6 +94,23 @@ def test_a_plan_for_gpus_that_is_compiled_for_cpus_explains_its_peak():
     assert peak.verdict in ("matches", "explained")
     if peak.verdict == "explained":
         assert peak.note.endswith("planned for GPUs' compiler, this is CPUs'")
+
+
+@pytest.mark.parametrize(
+    ("platform", "counted_as", "planned", "verdict"),
+    [
+        ("cpu", "cpu", 10**6, "differs"),
+        ("cpu", "gpu", 10**6, "explained"),
+        ("gpu", "cpu", 10**7, "explained"),
+        ("gpu", "gpu", 10**7, "differs"),
+        ("tpu", "gpu", 10**7, "explained"),
+        ("tpu", "gpu", 10**6, "differs"),
+        ("gpu", "gpu", 3 * 10**6, "matches"),
+    ],
+)
+def test_a_peak_is_explained_only_where_another_compiler_was_planned_for(platform, counted_as, planned, verdict):
+    row = memory._peak_row(planned, 10**6, 2 * 10**6, mesh=None, platform=platform, counted_as=counted_as)
+    assert row.verdict == verdict
 
 
 def test_a_step_that_closes_over_arrays_is_compiled_without_them():
