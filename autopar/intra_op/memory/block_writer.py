@@ -117,6 +117,8 @@ class BlockWriter:
         group: Hashable = None,
         by_library: bool = False,
         adds: bool = False,
+        multiplies: bool = False,
+        has_workspace: bool = False,
         reshaped: frozenset[int] = frozenset(),
     ) -> None:
         """Write an operation; what is made of constants alone is a constant."""
@@ -133,6 +135,8 @@ class BlockWriter:
                 group=group,
                 by_library=by_library,
                 adds=adds,
+                multiplies=multiplies,
+                has_workspace=has_workspace,
                 reshaped=reshaped,
             )
         )
@@ -219,8 +223,8 @@ class BlockWriter:
     ) -> None:
         """The operations of an equation whose results are new."""
         entry, making = entry_for(eqn), facts.making
-        if entry.random and len(outputs) == 1 and not self.values.compiler.draws_bits_apart:
-            self.emit(Kind.REDUCE, operands, outputs)
+        if entry.random and not self.values.compiler.draws_bits_apart:
+            self.emit(Kind.DEAR, operands, outputs)
         elif entry.random and len(outputs) == 1:  # two halves of a counter, combined
             bits = self.values.add_like(outputs[0], factor=2)
             self.emit(Kind.WHOLE, operands, (bits,))
@@ -244,9 +248,8 @@ class BlockWriter:
             if operands[0] in self.factors:
                 self.factors[outputs[0]] = self.factors[operands[0]]
         else:
-            self.emit(
-                kind_of(making, self.values.compiler), operands, outputs, by_library=facts.by_library, adds=facts.adds
-            )
+            kind = kind_of(facts, self.values.compiler, self.values.values[outputs[0]].itemsize)
+            self.emit(kind, operands, outputs, by_library=facts.by_library, adds=facts.adds)
 
     def _write_with_scratch(self, eqn: Equation, size: int, operands: Sequence[int], results: Sequence[Held]) -> None:
         """An operation that needs so many bytes while it runs, as a loop needs its body's. Its first result divides them."""
@@ -361,7 +364,14 @@ class BlockWriter:
         if orders.makes_matrix:
             self.values.products.update(outputs)
         if orders.is_result_in_order or not self.values.compiler.turns_operands:
-            self.emit(Kind.WHOLE, read, outputs, reshaped=frozenset(reshaped))
+            self.emit(
+                Kind.WHOLE,
+                read,
+                outputs,
+                multiplies=orders.multiplies,
+                has_workspace=self.values.compiler.adds_into_products,
+                reshaped=frozenset(reshaped),
+            )
             return results
         made = self.values.add_like(outputs[0])
         self.emit(Kind.WHOLE, read, (made,))

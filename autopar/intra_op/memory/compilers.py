@@ -8,6 +8,7 @@ nobody counts here; nor does anybody count the workspace of cuBLAS, 4 MiB or 32.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal
 
 from autopar.cost_model.device import Device
@@ -27,6 +28,9 @@ class Compiler:
         draws_bits_apart: random bits are made by themselves, in two halves.
         keeps_costly: what is dear to compute is kept for its readers, and not computed again in each.
         merges_reductions: all-reduces that do not wait for each other become one, and so end together.
+        adds_into_products: a library multiplies matrices and adds to the product: see `product_sums`.
+        operations_per_byte: float32 operations that the device makes while it moves a byte; where these are few, what is dear is
+            kept and not computed again. Infinite if the compiler does not ask.
         keeps_order: operations run in the program's order; else each as soon as its operands are there, breadth first.
     """
 
@@ -36,6 +40,8 @@ class Compiler:
     draws_bits_apart: bool
     keeps_costly: bool
     merges_reductions: bool
+    adds_into_products: bool
+    operations_per_byte: float
     keeps_order: bool
 
 
@@ -46,6 +52,8 @@ XLA_CPU = Compiler(
     draws_bits_apart=True,
     keeps_costly=True,
     merges_reductions=True,
+    adds_into_products=False,
+    operations_per_byte=math.inf,
     keeps_order=False,
 )
 XLA_GPU = Compiler(
@@ -55,10 +63,14 @@ XLA_GPU = Compiler(
     draws_bits_apart=False,
     keeps_costly=False,
     merges_reductions=False,
+    adds_into_products=True,
+    operations_per_byte=9.6,  # of an A100
     keeps_order=True,
 )
 
 
 def compiler_of(device: Device) -> Compiler:
     """The compiler for a device: that of GPUs where chains of operations are one kernel."""
-    return XLA_GPU if device.fuses else XLA_CPU
+    if not device.fuses:
+        return XLA_CPU
+    return dataclasses.replace(XLA_GPU, operations_per_byte=device.peak_of("float32") / device.memory_bytes_per_s)

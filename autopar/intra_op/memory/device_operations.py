@@ -16,7 +16,8 @@ class Kind(enum.Enum):
     """How an operation is run.
 
     ALIAS: not at all. CHEAP: folded into its readers. MOVED: so too, but it reads elements elsewhere than it writes them.
-    COSTLY: folded if one operation reads it. REDUCE: by itself, reading what is folded. LIBRARY: a REDUCE that a library does
+    COSTLY: folded if one operation reads it, by compilers that keep what is costly; DEAR: so by all, and then what is made of it
+    alone, element by element, is kept in its place. REDUCE: by itself, reading what is folded. LIBRARY: a REDUCE that a library does
     if it is large enough. WHOLE: by itself, from buffers.
     """
 
@@ -24,14 +25,15 @@ class Kind(enum.Enum):
     CHEAP = "cheap"
     MOVED = "moved"
     COSTLY = "costly"
+    DEAR = "dear"
     REDUCE = "reduce"
     LIBRARY = "library"
     WHOLE = "whole"
 
 
-FOLDED = (Kind.CHEAP, Kind.MOVED, Kind.COSTLY)
+FOLDED = (Kind.CHEAP, Kind.MOVED, Kind.COSTLY, Kind.DEAR)
 """Operations that are folded into those that read them."""
-ELEMENTWISE = (Kind.CHEAP, Kind.COSTLY)
+ELEMENTWISE = (Kind.CHEAP, Kind.COSTLY, Kind.DEAR)
 """Those of them that read each element where they write the result, if the result is as large."""
 
 
@@ -64,7 +66,8 @@ class Operation:
 
     Operations of one `group` that do not wait for each other are merged, as XLA does with all-reduces. What is `by_library` the
     library of a LIBRARY operation does too, on the way to it. What `adds` is the sum of its two inputs if it is CHEAP, and adds
-    to its first, which it is `over`, if it is WHOLE. `reshaped` inputs it reads under another shape, which XLA writes down as an
+    to its first, which it is `over`, if it is WHOLE. What `multiplies` is a matrix product, which may take a summand. What
+    `has_workspace` is a library's, whose result nothing else writes over. `reshaped` inputs it reads under another shape, which XLA writes down as an
     operation of its own between the two.
     """
 
@@ -76,6 +79,8 @@ class Operation:
     group: Hashable = None
     by_library: bool = False
     adds: bool = False
+    multiplies: bool = False
+    has_workspace: bool = False
     reshaped: frozenset[int] = frozenset()
 
 

@@ -30,6 +30,7 @@ class EquationFacts:
 
     orders: Orders | None
     making: Making
+    dear_below: float
     factor: Hashable
     takes_factors: bool
     by_library: bool
@@ -61,6 +62,7 @@ def _find_facts(eqn: Equation) -> EquationFacts:
     return EquationFacts(
         orders=xla_cpu.orders_of(eqn),
         making=making,
+        dear_below=xla_cpu.dear_below(eqn),
         factor=xla_cpu.factor_of(eqn),
         takes_factors=xla_cpu.takes_factors(eqn),
         by_library=xla_cpu.can_join_library(eqn),
@@ -90,6 +92,10 @@ _KINDS = {
 }
 
 
-def kind_of(making: Making, compiler: Compiler) -> Kind:
-    """How a compiler runs an operation whose result is made so."""
-    return Kind.REDUCE if making is Making.LIBRARY and not compiler.has_library else _KINDS[making]
+def kind_of(facts: EquationFacts, compiler: Compiler, itemsize: int) -> Kind:
+    """How a compiler runs an operation whose result has elements of so many bytes."""
+    if facts.making is Making.LIBRARY and not compiler.has_library:
+        return Kind.REDUCE
+    if facts.dear_below > itemsize * compiler.operations_per_byte:
+        return Kind.DEAR
+    return _KINDS[facts.making]

@@ -38,6 +38,7 @@ class Folding:
         self.library = LibraryGroups(
             operations, values, names=self._original, makers=self.maker, users=self.users, ends=self.ends
         ).last_of
+        self._dear = self._ends_of_dear(operations)
         self.with_buffer: set[int] = set()
         self._bits, self._behind = self._shared(operations)
         self._again: set[int] = set()
@@ -84,10 +85,11 @@ class Folding:
             has_buffer, is_folded = op is last, False
         else:
             is_read_whole = any(self._reads_buffers(user) for user in users)
-            is_costly = op.kind is Kind.COSTLY and self._keeps_costly
+            is_costly = value in self._dear or (op.kind is Kind.COSTLY and self._keeps_costly)
             is_twice = is_costly and (len(needed_by) > 1 or widest > self.values[value].elements)
             has_buffer = not is_folded or is_read_whole or is_twice or self._is_torn(value, op)
-        again = has_buffer and is_folded and op.kind is not Kind.COSTLY and self._is_computed_again(value, op)
+        is_kept = op.kind is Kind.COSTLY or value in self._dear
+        again = has_buffer and is_folded and not is_kept and self._is_computed_again(value, op)
         if has_buffer:
             self.with_buffer.add(value)
         if again:
@@ -97,6 +99,20 @@ class Folding:
         else:
             self._roots[value] = (op, *(needed_by if again else ()))[:2]
             self._widest[value] = widest if again else 0
+
+    def _ends_of_dear(self, operations: Sequence[Operation]) -> set[int]:
+        """What is kept where something DEAR would be computed twice: the last value that is made of it alone."""
+        found = set[int]()
+        for value in (v for op in operations if op.kind is Kind.DEAR for v in op.outputs):
+            while value not in self.ends and len(self.users[value]) == 1:
+                (user,) = self.users[value]
+                if user.kind not in ELEMENTWISE or len(user.outputs) != 1 or user in self.library:
+                    break
+                if self.values[user.outputs[0]].elements != self.values[value].elements:
+                    break
+                value = user.outputs[0]
+            found.add(value)
+        return found
 
     def _is_computed_again(self, value: int, op: Operation) -> bool:
         """Whether readers that could fold a value with a buffer compute it all the same: where that reads no more, or where who

@@ -31,6 +31,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from autopar.intra_op.memory.device_operations import FOLDED, Block, Operation, Span, Value
 from autopar.intra_op.memory.folding import Folding
 from autopar.intra_op.memory.lent import Lent, copied_arguments, lie_in_lent
+from autopar.intra_op.memory.product_sums import add_into_products
 from autopar.intra_op.memory.xla_rewrites import merge_groups, move_sums_into_scatters
 
 
@@ -64,7 +65,8 @@ def footprint_of(
     `elsewhere`: outputs that are written to memory that is there anyway. `places`: for some of them the donated argument whose
     memory that is.
     """
-    folding = Folding(merge_groups(move_sums_into_scatters(block, values)), values)
+    block = add_into_products(merge_groups(move_sums_into_scatters(block, values)), values)
+    folding = Folding(block, values)
     order = folding.running if block.compiler.keeps_order else _order_breadth_first(folding)
     starts, steps, inner = _steps(order, values)
     apart = {folding.original(v) for v in elsewhere} | _ends_in_place(order, folding, block)
@@ -130,7 +132,7 @@ def _written_over(op: Operation, folding: Folding, values: Sequence[Value], free
             (out, (folding.original(v),)) for out, v in zip(op.outputs, op.over, strict=True)
         ]
     elif op.kind in FOLDED:
-        pairs = [(out, folding.read_in_place(op)) for out in op.outputs]
+        pairs = [(out, [v for v in folding.read_in_place(op) if not _is_with_workspace(v, folding)]) for out in op.outputs]
     else:
         return set()
     taken: set[int] = set()
@@ -138,6 +140,11 @@ def _written_over(op: Operation, folding: Folding, values: Sequence[Value], free
         usable = (v for v in candidates if v in free and v not in taken and values[v].bytes == values[out].bytes)
         taken.update(itertools.islice((v for v in usable if v not in op.outputs), 1))
     return taken
+
+
+def _is_with_workspace(value: int, folding: Folding) -> bool:
+    """Whether a value is one of two results of a library's call; XLA writes over the results of its own operations alone."""
+    return value in folding.maker and folding.maker[value].has_workspace
 
 
 def _order_breadth_first(folding: Folding) -> list[Operation]:

@@ -13,6 +13,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
+import jax.numpy as jnp
+
 from autopar.compat import JaxprEqn
 
 Order = tuple[int, ...]
@@ -25,7 +27,7 @@ class Orders:
     `turns_matrices`: of a matrix, or of each of several, rows and columns are turned around on reading. `matrices`: which
     operands are that, with rows or columns contracted; XLA's product reads one that the program turned as it was before.
     `reshaped`: which operands are read as a matrix that they are not: several of their dimensions are one of it. `makes_matrix`:
-    the result is one matrix.
+    the result is one matrix. `multiplies`: it is a product of matrices, one or several.
     """
 
     operands: tuple[Order | None, ...]
@@ -34,6 +36,7 @@ class Orders:
     matrices: tuple[bool, ...] = ()
     reshaped: tuple[bool, ...] = ()
     makes_matrix: bool = False
+    multiplies: bool = False
 
     def copy_order(self, operand: int, shape: Sequence[int]) -> Order | None:
         """The dimensions that are not trivial in the order of the copy that an operand of this shape is read from; None: no copy.
@@ -70,15 +73,21 @@ def of_product(eqn: JaxprEqn) -> Orders:
     kinds = list(zip(ranks, contracted, batched, strict=True))
     matrices = tuple(_is_plain(rank, inner, batch) and rank == len(batch) + 2 for rank, inner, batch in kinds)
     is_matrix = len(eqn.outvars[0].aval.shape) == 2 and not any(batch for _, _, batch in kinds)
+    is_float = jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating)
     if all(_is_plain(*of) for of in kinds):
-        return Orders(operands=(None,) * len(ranks), matrices=matrices, makes_matrix=is_matrix)
+        return Orders(operands=(None,) * len(ranks), matrices=matrices, makes_matrix=is_matrix, multiplies=is_float)
     found = []
     for place, (rank, inner, batch) in enumerate(kinds):
         free = [d for d in range(rank) if d not in inner and d not in batch]
         found.append((*batch, *free, *inner) if place == 0 else (*batch, *inner, *free))
     reshaped = tuple(len(inner) != 1 or rank != len(batch) + 2 for rank, inner, batch in kinds)
     return Orders(
-        operands=tuple(found), turns_matrices=True, matrices=matrices, reshaped=reshaped, makes_matrix=is_matrix
+        operands=tuple(found),
+        turns_matrices=True,
+        matrices=matrices,
+        reshaped=reshaped,
+        makes_matrix=is_matrix,
+        multiplies=is_float,
     )
 
 

@@ -1,0 +1,122 @@
+"""Sums that a matrix product's library call makes: `a @ b + c` is one call, which writes its result over `c`.
+
+In: a `Block`, compiled by a `Compiler` that adds summands to products. Out: the block in which such a sum is the product's: it
+reads the product's operands in its own place, and the product itself has no buffer. So a gradient is added to the sum over
+microbatches as it is made, and holds its operands until then. What is modelled, as XLA's rewriter of products for cuBLAS does it:
+
+    - the product has no other reader, and takes one summand as large as it is, and before that one row that is repeated (a bias);
+    - a summand that others read stays, and the result has memory of its own;
+    - what is widened on the way (a product in bfloat16, added in float32) is one call only if the sum is a result of the block.
+
+What can go wrong: cuBLAS has no call for some types, for which XLA leaves the sum apart; products of integers are told apart here.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+
+from autopar.intra_op.memory.device_operations import FOLDED, Block, Kind, Operation, Value
+
+
+def add_into_products(block: Block, values: Sequence[Value]) -> Block:
+    """The block with sums made by products, which take the places of the sums among the operations."""
+    if not block.compiler.adds_into_products or not any(op.multiplies for op in block.operations):
+        return block
+    sums = _Sums(block, values)
+    operations = [sums.rewrite(op) for op in block.operations]
+    return dataclasses.replace(block, operations=tuple(op for op in operations if op not in sums.gone))
+
+
+class _Sums:
+    """Who makes and how often each value is read; `gone` are the products that are made where they are added."""
+
+    def __init__(self, block: Block, values: Sequence[Value]) -> None:
+        self.values = values
+        self.names: dict[int, int] = {}
+        self.maker: dict[int, Operation] = {}
+        self.renames: dict[int, list[Operation]] = collections.defaultdict(list)
+        for op in block.operations:
+            if op.kind is Kind.ALIAS:
+                self.names[op.outputs[0]] = self.original(op.inputs[0])
+                self.renames[self.original(op.inputs[0])].append(op)
+            else:
+                self.maker.update((v, op) for v in op.outputs)
+        self.uses = collections.Counter(self.original(v) for v in block.outputs)
+        self.ends = set(self.uses)
+        for op in block.operations:
+            if op.kind is not Kind.ALIAS:
+                self.uses.update(self.original(v) for v in op.inputs)
+        self.gone: set[Operation] = set()
+
+    def original(self, value: int) -> int:
+        """The value that this is only another name of."""
+        return self.names.get(value, value)
+
+    def rewrite(self, op: Operation) -> Operation:
+        """What runs in the place of an operation."""
+        if not op.adds or op.kind is not Kind.CHEAP or len(op.inputs) != 2:
+            return op
+        for summand, added in (op.inputs, op.inputs[::-1]):
+            if (product := self._product(op, added)) is None or self.values[summand].elements != self._elements(op):
+                continue
+            is_row = self._is_repeated_row(summand)
+            if is_row is None or (is_row and product.over):
+                continue
+            return self._join(op, product, added, summand, is_row=is_row)
+        return op
+
+    def _elements(self, op: Operation) -> int:
+        return self.values[op.outputs[0]].elements
+
+    def _product(self, total: Operation, added: int) -> Operation | None:
+        """The product that a sum adds, if it may make the sum."""
+        value, maker = self._only_reader_of(added)
+        if maker is not None and self._widens(maker):
+            is_end = self.uses[total.outputs[0]] == 1 and total.outputs[0] in self.ends
+            value, maker = self._only_reader_of(maker.inputs[0]) if is_end else (value, None)
+        is_free = maker is not None and maker.multiplies and len(maker.outputs) == 1
+        return maker if is_free and self.values[value].elements == self._elements(total) else None
+
+    def _only_reader_of(self, value: int) -> tuple[int, Operation | None]:
+        """A value by its first name, and who makes it if it is read once."""
+        value = self.original(value)
+        return value, self.maker.get(value) if self.uses[value] == 1 else None
+
+    def _widens(self, op: Operation) -> bool:
+        """Whether an operation only turns numbers into wider ones."""
+        if op.kind not in FOLDED or len(op.inputs) != 1 or len(op.outputs) != 1:
+            return False
+        before, after = self.values[op.inputs[0]], self.values[op.outputs[0]]
+        return before.elements == after.elements and before.itemsize < after.itemsize
+
+    def _is_repeated_row(self, value: int) -> bool | None:
+        """Whether a summand repeats one row; None if it repeats something else, which no call adds."""
+        maker = self.maker.get(self.original(value))
+        if maker is None or maker.kind not in FOLDED:
+            return False
+        size = self.values[value].elements
+        if any(self.values[v].elements >= size for v in maker.inputs):
+            return False
+        is_row = len(maker.inputs) == 1 and sum(n > 1 for n in self.values[maker.inputs[0]].shape) == 1
+        return True if is_row else None
+
+    def _join(self, total: Operation, product: Operation, added: int, summand: int, *, is_row: bool) -> Operation:
+        """The product that makes the sum. A row is a summand of its own: what is added next is written over."""
+        value, maker = self.original(added), self.maker[self.original(added)]
+        if maker is not product:
+            self.gone.add(maker)
+            self.gone.update(self.renames[value])
+            value = self.original(maker.inputs[0])
+        self.gone.add(product)
+        self.gone.update(self.renames[value])
+        made = dataclasses.replace(
+            product,
+            inputs=(*product.inputs, self.maker[self.original(summand)].inputs[0] if is_row else summand),
+            outputs=total.outputs,
+            over=() if is_row else (summand,),
+            multiplies=is_row,
+        )
+        self.maker[total.outputs[0]] = made
+        return made
