@@ -147,14 +147,14 @@ class BlockWriter:
         for move in path:
             name = f"{'moved' if move.kind in LOCAL_KINDS else move.kind} {made_from.name}"
             new = self.values.add_shard(aval, move.target, made_from.key, name, made_from.scope)
-            is_merged = move.kind == "all-reduce" and self.values.compiler.merges_reductions
-            group = (move.axes, move.monoid, dtype_name(aval.dtype)) if is_merged else None
+            is_merged = move.kind in self.values.compiler.merges
+            group = (move.kind, move.axes, move.monoid, dtype_name(aval.dtype)) if is_merged else None
             if move.kind in LOCAL_KINDS:
                 self.emit(Kind.CHEAP, (value,), (new,))
             elif self._is_turned(move, aval):
                 given, taken = self.values.add_like(value), self.values.add_like(new)
                 self.emit(Kind.MOVED, (value,), (given,))
-                self.emit(Kind.WHOLE, (given,), (taken,))
+                self.emit(Kind.WHOLE, (given,), (taken,), group=group)
                 self.emit(Kind.MOVED, (taken,), (new,))
             else:
                 self.emit(Kind.WHOLE, (value,), (new,), group=group)
@@ -248,7 +248,12 @@ class BlockWriter:
             if operands[0] in self.factors:
                 self.factors[outputs[0]] = self.factors[operands[0]]
         else:
-            kind = kind_of(facts, self.values.compiler, self.values.values[outputs[0]].itemsize)
+            made = self.values.values[outputs[0]]
+            kind = kind_of(facts, self.values.compiler, made.itemsize)
+            if kind is Kind.DEAR and made.dtype == "bfloat16":  # computed and kept in float32
+                wide = self.values.add_like(outputs[0], factor=2)
+                self.emit(kind, operands, (wide,))
+                kind, operands = Kind.CHEAP, (wide,)
             self.emit(kind, operands, outputs, by_library=facts.by_library, adds=facts.adds)
 
     def _write_with_scratch(self, eqn: Equation, size: int, operands: Sequence[int], results: Sequence[Held]) -> None:

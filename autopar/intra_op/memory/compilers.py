@@ -27,7 +27,8 @@ class Compiler:
         turns_operands: what a product reads in another order of dimensions is written in that order first.
         draws_bits_apart: random bits are made by themselves, in two halves.
         keeps_costly: what is dear to compute is kept for its readers, and not computed again in each.
-        merges_reductions: all-reduces that do not wait for each other become one, and so end together.
+        merges: kinds of collectives that become one if they do not wait for each other, and so end together.
+        merged_bytes: of their results, at most so many in one; infinite if there is no limit.
         adds_into_products: a library multiplies matrices and adds to the product: see `product_sums`.
         operations_per_byte: float32 operations that the device makes while it moves a byte; where these are few, what is dear is
             kept and not computed again. Infinite if the compiler does not ask.
@@ -39,7 +40,8 @@ class Compiler:
     turns_operands: bool
     draws_bits_apart: bool
     keeps_costly: bool
-    merges_reductions: bool
+    merges: frozenset[str]
+    merged_bytes: float
     adds_into_products: bool
     operations_per_byte: float
     keeps_order: bool
@@ -51,7 +53,8 @@ XLA_CPU = Compiler(
     turns_operands=True,
     draws_bits_apart=True,
     keeps_costly=True,
-    merges_reductions=True,
+    merges=frozenset({"all-reduce"}),
+    merged_bytes=math.inf,
     adds_into_products=False,
     operations_per_byte=math.inf,
     keeps_order=False,
@@ -62,7 +65,8 @@ XLA_GPU = Compiler(
     turns_operands=False,
     draws_bits_apart=False,
     keeps_costly=False,
-    merges_reductions=False,
+    merges=frozenset({"all-gather", "all-reduce", "reduce-scatter"}),
+    merged_bytes=30 * 2**20,
     adds_into_products=True,
     operations_per_byte=9.6,  # of an A100
     keeps_order=True,

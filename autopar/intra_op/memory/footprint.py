@@ -26,8 +26,10 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from autopar.intra_op.memory.buckets import combine_in_buckets
 from autopar.intra_op.memory.device_operations import FOLDED, Block, Operation, Span, Value
 from autopar.intra_op.memory.folding import Folding
 from autopar.intra_op.memory.lent import Lent, copied_arguments, lie_in_lent
@@ -65,8 +67,7 @@ def footprint_of(
     `elsewhere`: outputs that are written to memory that is there anyway. `places`: for some of them the donated argument whose
     memory that is.
     """
-    block = add_into_products(merge_groups(move_sums_into_scatters(block, values)), values)
-    folding = Folding(block, values)
+    folding = Folding(_as_compiled(block, values), values)
     order = folding.running if block.compiler.keeps_order else _order_breadth_first(folding)
     starts, steps, inner = _steps(order, values)
     apart = {folding.original(v) for v in elsewhere} | _ends_in_place(order, folding, block)
@@ -87,6 +88,13 @@ def footprint_of(
         for number, (v, (last, update)) in enumerate(sorted(copied.items()))
     )
     return Footprint((*spans, *inner), steps, lent)
+
+
+def _as_compiled(block: Block, values: Sequence[Value]) -> Block:
+    """The block as its compiler rewrites it."""
+    block, limit = move_sums_into_scatters(block, values), block.compiler.merged_bytes
+    merged = merge_groups(block) if math.isinf(limit) else combine_in_buckets(block, values, limit)
+    return add_into_products(merged, values)
 
 
 def _ends_in_place(order: Sequence[Operation], folding: Folding, block: Block) -> set[int]:

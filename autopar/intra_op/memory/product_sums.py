@@ -1,8 +1,8 @@
 """Sums that a matrix product's library call makes: `a @ b + c` is one call, which writes its result over `c`.
 
-In: a `Block`, compiled by a `Compiler` that adds summands to products. Out: the block in which such a sum is the product's: it
-reads the product's operands in its own place, and the product itself has no buffer. So a gradient is added to the sum over
-microbatches as it is made, and holds its operands until then. What is modelled, as XLA's rewriter of products for cuBLAS does it:
+In: a `Block`, compiled by a `Compiler` that adds summands to products. Out: the block in which such a sum is the product's, made
+where the product was, or where the sum was if the summand comes later. The product itself has no buffer: so a gradient is added
+to the sum over microbatches as it is made. What is modelled, as XLA's rewriter of products for cuBLAS does it:
 
     - the product has no other reader, and takes one summand as large as it is, and before that one row that is repeated (a bias);
     - a summand that others read stays, and the result has memory of its own;
@@ -25,15 +25,18 @@ def add_into_products(block: Block, values: Sequence[Value]) -> Block:
     if not block.compiler.adds_into_products or not any(op.multiplies for op in block.operations):
         return block
     sums = _Sums(block, values)
-    operations = [sums.rewrite(op) for op in block.operations]
-    return dataclasses.replace(block, operations=tuple(op for op in operations if op not in sums.gone))
+    for op in block.operations:
+        sums.rewrite(op)
+    return dataclasses.replace(block, operations=tuple(op for op in sums.operations if op is not None))
 
 
 class _Sums:
-    """Who makes and how often each value is read; `gone` are the products that are made where they are added."""
+    """The operations by place, None where one is gone; who makes and how often each value is read."""
 
     def __init__(self, block: Block, values: Sequence[Value]) -> None:
         self.values = values
+        self.operations: list[Operation | None] = list(block.operations)
+        self.place = {op: at for at, op in enumerate(block.operations)}
         self.names: dict[int, int] = {}
         self.maker: dict[int, Operation] = {}
         self.renames: dict[int, list[Operation]] = collections.defaultdict(list)
@@ -48,24 +51,23 @@ class _Sums:
         for op in block.operations:
             if op.kind is not Kind.ALIAS:
                 self.uses.update(self.original(v) for v in op.inputs)
-        self.gone: set[Operation] = set()
 
     def original(self, value: int) -> int:
         """The value that this is only another name of."""
         return self.names.get(value, value)
 
-    def rewrite(self, op: Operation) -> Operation:
-        """What runs in the place of an operation."""
+    def rewrite(self, op: Operation) -> None:
+        """Let a product make the sum that an operation makes, if it may."""
         if not op.adds or op.kind is not Kind.CHEAP or len(op.inputs) != 2:
-            return op
+            return
         for summand, added in (op.inputs, op.inputs[::-1]):
             if (product := self._product(op, added)) is None or self.values[summand].elements != self._elements(op):
                 continue
             is_row = self._is_repeated_row(summand)
             if is_row is None or (is_row and product.over):
                 continue
-            return self._join(op, product, added, summand, is_row=is_row)
-        return op
+            self._join(op, product, added, summand, is_row=is_row)
+            return
 
     def _elements(self, op: Operation) -> int:
         return self.values[op.outputs[0]].elements
@@ -102,21 +104,29 @@ class _Sums:
         is_row = len(maker.inputs) == 1 and sum(n > 1 for n in self.values[maker.inputs[0]].shape) == 1
         return True if is_row else None
 
-    def _join(self, total: Operation, product: Operation, added: int, summand: int, *, is_row: bool) -> Operation:
-        """The product that makes the sum. A row is a summand of its own: what is added next is written over."""
-        value, maker = self.original(added), self.maker[self.original(added)]
+    def _join(self, total: Operation, product: Operation, added: int, summand: int, *, is_row: bool) -> None:
+        """Let a product make a sum. A row is a summand of its own: what is added next is written over."""
+        value, summand = self.original(added), self.original(summand)
+        maker, places = self.maker[value], (self.place[total], self.place[product])
+        self.operations[self.place[total]] = None
+        self._drop(product)
         if maker is not product:
-            self.gone.add(maker)
-            self.gone.update(self.renames[value])
-            value = self.original(maker.inputs[0])
-        self.gone.add(product)
-        self.gone.update(self.renames[value])
+            self._drop(maker)
+        if is_row:
+            (summand,) = map(self.original, self.maker[summand].inputs)
         made = dataclasses.replace(
             product,
-            inputs=(*product.inputs, self.maker[self.original(summand)].inputs[0] if is_row else summand),
+            inputs=(*product.inputs, summand),
             outputs=total.outputs,
             over=() if is_row else (summand,),
             multiplies=is_row,
         )
+        is_late = summand in self.maker and self.place[self.maker[summand]] > places[1]
+        self.place[made] = places[0] if is_late else places[1]
+        self.operations[self.place[made]] = made
         self.maker[total.outputs[0]] = made
-        return made
+
+    def _drop(self, op: Operation) -> None:
+        """Leave out an operation and the other names of what it makes."""
+        for one in (op, *(other for v in op.outputs for other in self.renames[v])):
+            self.operations[self.place[one]] = None
