@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias, cast
 
 from autopar.errors import ConstraintError, OutOfMemoryError
@@ -22,14 +22,14 @@ from autopar.forked_jobs import run_side_by_side
 from autopar.intra_op.choices.allowed_values import asks_for_layouts
 from autopar.intra_op.choices.least_work import find_work
 from autopar.intra_op.mesh_search import MeshSearch
-from autopar.intra_op.out_of_memory import NothingFits, out_of_memory
+from autopar.intra_op.out_of_memory import NothingFits, no_way_there, out_of_memory
 from autopar.intra_op.request import PlannedStep, PlanRequest, distinct_meshes
 from autopar.intra_op.restore import PackedStep, pack, unpack
 from autopar.layouts.mesh import LogicalMesh
 from autopar.plan import Candidate
 from autopar.program.step import TracedStep
 from autopar.progress import Progress, report
-from autopar.solver.budget import SECONDS_PER_UNIT, Budget, Flag, LateError
+from autopar.solver.budget import SECONDS_PER_UNIT, Budget, Flag, LateError, Least
 from autopar.solver.outcomes import CutOff, NotSearched, Unfinished, Unreachable
 
 Ended: TypeAlias = NothingFits | CutOff | NotSearched | Unreachable | Unfinished
@@ -86,12 +86,13 @@ class Beaten:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Looked:
-    """What was found on a mesh; a fork sends a `PlannedStep` packed."""
+    """What was found on a mesh; a fork sends a `PlannedStep` packed. `choice_s`: no choice is faster, whatever the memory."""
 
     evenly_divided_s: float
     at_least_s: float
     least_s: float
     excess: float
+    choice_s: float
     outcome: PlannedStep | PackedStep | Ended | None
 
 
@@ -109,6 +110,7 @@ class MeshComparison:
         self.unlimited_s: list[float] = []
         self.more_axes_help = False
         self._took = 1, 0.0
+        self._fastest = Least(shared.best_s)
         self._has_plan, self._is_planned_here = Flag(is_raised=math.isfinite(shared.best_s)), False
         self.equations = sum(1 for _ in traced.program.walk())
         self.is_large = self.equations >= request.tuning.large
@@ -237,11 +239,15 @@ class MeshComparison:
         if meshes and math.isinf(self.shared.best_s) and not any(found):  # a fork had a plan, and is gone with it
             self._has_plan = Flag()
             found = [self._search(meshes[0]), *found[1:]]
+        outcomes = [looked.outcome for looked in found if looked is not None]
+        fastest_s = min(
+            (one.plan.step_s for one in outcomes if isinstance(one, PlannedStep | PackedStep)), default=math.inf
+        )
         for mesh, looked in zip(meshes, found, strict=True):
             if looked is None:
                 self.not_compared.append(mesh)
                 continue
-            self._note(mesh, looked)
+            self._note(mesh, looked, fastest_s)
             self._report()
         if meshes:
             self._took = max(len(mesh.shape) for mesh in meshes), time.perf_counter() - started
@@ -301,9 +307,11 @@ class MeshComparison:
             is_small_gain = self.is_large and gain_s < request.tuning.least_gain * shared.best_s
             is_beaten = is_beaten or is_small_gain or not self._repays(gain_s, search_s)
             most_work = (request.tuning.quick_s + request.tuning.repaid_in_steps * gain_s) / SECONDS_PER_UNIT
-        outcome = None if is_beaten else search.plan(shared.best_s - self._call_s(), most_work=most_work)
+        cutoff_s = shared.best_s - self._call_s()
+        outcome = None if is_beaten else search.plan(cutoff_s, rival_s=self._rival_s, most_work=most_work)
         if isinstance(outcome, PlannedStep):
             self._has_plan.lift()
+            self._fastest.tell(outcome.plan.step_s)
             self._is_planned_here = True
             if outcome.plan.step_s < shared.best_s:
                 report(Progress(best_s=outcome.plan.step_s), is_news=True)
@@ -316,8 +324,13 @@ class MeshComparison:
             at_least_s=at_least_s,
             least_s=least_s,
             excess=search.excess,
+            choice_s=search.choice_s + self._call_s(),
             outcome=outcome,
         )
+
+    def _rival_s(self) -> float:
+        """What the search of another mesh has found, of this objective."""
+        return self._fastest.value - self._call_s()
 
     def _bound(self, search: MeshSearch, at_least_s: float) -> tuple[float, float]:
         """See `at_least_s`, which may be known, and `least_s` of `SharedSearch`: what bounds every step bounds the objective."""
@@ -339,8 +352,9 @@ class MeshComparison:
         """Whether the clock may end the search for a first plan with what it has met; of a stage nobody asks for so little."""
         return self.shared.is_bounded
 
-    def _note(self, mesh: LogicalMesh, looked: _Looked) -> None:
-        """Take over what was found. A mesh that the one before it in a row beats counts as not planned."""
+    def _note(self, mesh: LogicalMesh, looked: _Looked, fastest_s: float) -> None:
+        """Take over what was found. A mesh that another one of its row beats counts as not planned: its search may have ended
+        there. `fastest_s`: of the row."""
         shared = self.shared
         shared.evenly_divided_s = shared.evenly_divided_s or looked.evenly_divided_s
         at_least_s = looked.at_least_s
@@ -349,7 +363,9 @@ class MeshComparison:
         shared.at_least_s.setdefault(mesh, at_least_s)
         shared.least_s.setdefault(mesh, looked.least_s)
         shared.excess = min(shared.excess, looked.excess or math.inf)
-        if looked.outcome is None or self._is_beaten(mesh):
+        is_fastest = isinstance(looked.outcome, PlannedStep | PackedStep) and looked.outcome.plan.step_s <= fastest_s
+        is_beaten = looked.choice_s >= fastest_s and not is_fastest
+        if looked.outcome is None or is_beaten or self._is_beaten(mesh):
             self.candidates.append(Candidate(mesh.shape, None, self._bound_s(mesh)))
             return
         match looked.outcome:
@@ -373,7 +389,7 @@ class MeshComparison:
         if self.failures:
             limit, rules = self.request.memory_limit_bytes, self.request.constraints.rules
             return out_of_memory(self.failures, memory_limit_bytes=limit, is_constrained=bool(rules))
-        return _no_way_there(self.unreached, self.request)
+        return no_way_there(self.unreached, self.request.options.kinds)
 
 
 def _pack(looked: _Looked | None) -> _Looked | None:
@@ -382,18 +398,3 @@ def _pack(looked: _Looked | None) -> _Looked | None:
         return None
     outcome = looked.outcome
     return dataclasses.replace(looked, outcome=pack(outcome) if isinstance(outcome, PlannedStep) else outcome)
-
-
-def _no_way_there(meshes: Mapping[LogicalMesh, Unreachable | Unfinished], request: PlanRequest) -> ConstraintError:
-    shapes = ", ".join(str(mesh.shape) for mesh in meshes)
-    kinds = ", ".join(sorted(request.options.kinds)) or "none"
-    if any(isinstance(outcome, Unfinished) for outcome in meshes.values()):
-        return ConstraintError(
-            f"no plan was found on mesh {shapes}: the search ended before it knew whether the kinds of collectives allowed "
-            f"({kinds}) can bring every value to the layouts that the constraints and the operations ask for; allow all-gather "
-            "and all-reduce, which always can"
-        )
-    return ConstraintError(
-        f"no plan on mesh {shapes}: the kinds of collectives allowed ({kinds}) cannot bring every value to the layouts that the "
-        "constraints and the operations ask for; allow all-gather and all-reduce, which always can"
-    )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -73,15 +73,17 @@ def choose_within_limit(
     limit_bytes: int | None,
     *,
     free: Chosen | None = None,
+    rival_s: Callable[[], float] = lambda: math.inf,
     tuning: Tuning = TUNING,
 ) -> Limited:
-    """The best choice within the limit.
+    """The best choice within the limit. The search ends where another one has something as fast as the best without a limit.
 
     Args:
         problem: without memory rows.
         memory: the memory of its choices.
         limit_bytes: per device; None: memory does not matter.
         free: the best choice without a limit, if it is known.
+        rival_s: seconds of the fastest that others have found so far.
         tuning: how often to try.
     """
     if free is None:
@@ -94,11 +96,7 @@ def choose_within_limit(
     least = 0 if limit_bytes is None else memory.required(free.numbers)
     if limit_bytes is None or least <= limit_bytes:
         return Fits(free, None, free.seconds)
-    limited = dataclasses.replace(problem, rows=memory.rows(free.numbers))
-    excess = max(0.0, max(row.used(free.numbers) for row in limited.rows) - least)
-    search = _LimitSearch(
-        problem=limited, free=free, memory=memory, limit_bytes=limit_bytes, highest_bytes=limit_bytes + excess
-    )
+    search = _LimitSearch.of(problem, free, memory, limit_bytes, least=least, rival_s=rival_s)
     spans = (None, copy_span_of(memory.graph.program))
     for copy_span in spans:
         match search.run(copy_span, rounds=tuning.memory_rounds):
@@ -127,10 +125,34 @@ class _LimitSearch:
     memory: MemoryModel
     limit_bytes: int
     highest_bytes: float
+    rival_s: Callable[[], float]
     _known: dict[tuple[float, tuple[Numbers, ...]], Outcome] = dataclasses.field(default_factory=dict)
     _met: dict[Numbers, None] = dataclasses.field(default_factory=dict)
     _above_rows: list[float] = dataclasses.field(default_factory=list)
     _peaks: dict[Numbers, int] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        problem: ChoiceProblem,
+        free: Chosen,
+        memory: MemoryModel,
+        limit_bytes: int,
+        *,
+        least: int,
+        rival_s: Callable[[], float],
+    ) -> _LimitSearch:
+        """The search of a problem without rows; `least`: what `free` requires."""
+        limited = dataclasses.replace(problem, rows=memory.rows(free.numbers))
+        excess = max(0.0, max(row.used(free.numbers) for row in limited.rows) - least)
+        return cls(
+            problem=limited,
+            free=free,
+            memory=memory,
+            limit_bytes=limit_bytes,
+            highest_bytes=limit_bytes + excess,
+            rival_s=rival_s,
+        )
 
     def _choose(self, row_limit: float, tried: tuple[Numbers, ...]) -> Outcome:
         """The best choice that keeps the rows, which do not depend on how long copies are kept."""
@@ -151,6 +173,8 @@ class _LimitSearch:
         least: int | None = None
         tried: tuple[Numbers, ...] = ()
         for number in range(rounds):
+            if self.free.lower_bound_s >= self.rival_s():
+                return CutOff(self.free.lower_bound_s)
             found = self._choose(row_limit, tried)
             if isinstance(found, DoesNotFit | Unfinished) and row_limit < self.highest_bytes:
                 too_low, row_limit = row_limit, (row_limit + self.highest_bytes) / 2

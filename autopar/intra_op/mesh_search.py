@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,7 @@ class MeshSearch:
         graph: what can be chosen.
         problem: the choice problem of it, without memory rows.
         bound_s: seconds that no choice without a limit goes below, as far as planning has found out.
+        choice_s: the same of choices in which alike layers choose alike, where only these are looked at.
         excess: how many times the memory that the least state leaves for temporaries these take without a limit; 0 if a plan
             without a limit fits.
     """
@@ -55,7 +56,7 @@ class MeshSearch:
         self, traced: TracedStep, mesh: LogicalMesh, request: PlanRequest, exposure: Exposure | None = None
     ) -> None:
         self.traced, self.mesh, self.request = traced, mesh, request
-        self.excess = self.bound_s = 0.0
+        self.excess = self.bound_s = self.choice_s = 0.0
         self._is_narrowed = exposure is not None
         self.exposure = exposure or least_exposure(traced, request.cluster.overlap)
         allowed = allowed_inputs(traced, mesh, request.constraints)
@@ -117,22 +118,23 @@ class MeshSearch:
         return constant_s
 
     def plan(
-        self, cutoff_s: float, *, most_work: float = math.inf
+        self, cutoff_s: float, *, rival_s: Callable[[], float] = lambda: math.inf, most_work: float = math.inf
     ) -> PlannedStep | NothingFits | CutOff | NotSearched | Unreachable | Unfinished:
         """The best plan within the memory; only plans that take less than `cutoff_s` matter, which are worth so much work.
+        `rival_s` says what others have found so far.
 
         The search takes it that there is compute enough for all communication that can hide behind it. If a plan's step is much
         longer than that, the mesh is searched again for as much as that plan hides, and the faster plan counts.
         """
         most_work = min(most_work, self.request.tuning.mesh_work)
-        found = self._plan(cutoff_s, most_work)
+        found = self._plan(cutoff_s, rival_s, most_work)
         if not isinstance(found, PlannedStep) or self.exposure is None or self._is_narrowed:
             return found
         narrowed = self.exposure.narrowed(found.plan, self.request.cluster.overlap, least=self.request.tuning.narrowed)
         if narrowed is None or self.request.budget.is_over:
             return found
         try:
-            again = MeshSearch(self.traced, self.mesh, self.request, narrowed)._plan(cutoff_s, most_work)
+            again = MeshSearch(self.traced, self.mesh, self.request, narrowed)._plan(cutoff_s, rival_s, most_work)
         except LateError:
             return found
         if isinstance(again, PlannedStep) and again.plan.step_s < found.plan.step_s:
@@ -140,7 +142,7 @@ class MeshSearch:
         return found
 
     def _plan(
-        self, cutoff_s: float, most_work: float
+        self, cutoff_s: float, rival_s: Callable[[], float], most_work: float
     ) -> PlannedStep | NothingFits | CutOff | NotSearched | Unreachable | Unfinished:
         request, limit = self.request, self.request.memory_limit_bytes
         if limit is not None and self.memory.least_of_inputs() > limit:
@@ -155,6 +157,7 @@ class MeshSearch:
             self.bound_s = free.lower_bound_s
         if not isinstance(free, Chosen):
             return free
+        self.choice_s = free.lower_bound_s
         if limit is None or self.memory.required(free.numbers) <= limit:
             return self._describe(free, None, free.seconds)
         self._note_excess(self.memory.parts(free.numbers)[1], limit)
@@ -163,7 +166,7 @@ class MeshSearch:
         if math.isfinite(cutoff_s):  # there is a plan to fall back on
             problem = dataclasses.replace(problem, budget=request.budget.limit(work=most_work))
         problem = dataclasses.replace(problem, proof=request.tuning.limited_gap)
-        match choose_within_limit(problem, self.memory, limit, free=free, tuning=request.tuning):
+        match choose_within_limit(problem, self.memory, limit, free=free, rival_s=rival_s, tuning=request.tuning):
             case Fits(choice, copy_span, unlimited_s):
                 return self._describe(choice, copy_span, unlimited_s)
             case TooLarge(tried_bytes, is_settled):
@@ -198,13 +201,12 @@ class MeshSearch:
         return PlannedStep(self.traced, dataclasses.replace(plan, unlimited_s=plan.step_s * part), assignment)
 
 
-def least_excess(traced: TracedStep, request: PlanRequest) -> float:
-    """How many times the memory that is left for temporaries they take at least: evenly divided among all devices.
+def evenly_divided_parts(traced: TracedStep, request: PlanRequest) -> tuple[int, int]:
+    """Bytes per device that a step keeps, and those of its temporaries, if all is divided evenly among all devices.
 
     It takes a second for a program of 10,000 equations, a tenth of what the search on a mesh takes to find out.
     """
-    limit, mesh = request.memory_limit_bytes, max(request.meshes, key=lambda one: one.size)
-    assert limit is not None, "there is no excess without a limit"
+    mesh = max(request.meshes, key=lambda one: one.size)
     graph = StrategyGraph(
         program=traced.program,
         mesh=mesh,
@@ -217,8 +219,7 @@ def least_excess(traced: TracedStep, request: PlanRequest) -> float:
         sources={},
         spaces=request.catalogues.of(mesh, request.cluster, request.options).spaces,
     )
-    kept, temporaries = _memory_model(traced, graph, request).evenly_divided_parts()
-    return temporaries / (limit - kept) if kept < limit else math.inf
+    return _memory_model(traced, graph, request).evenly_divided_parts()
 
 
 def graph_for(

@@ -1,4 +1,4 @@
-"""Why no plan fits the memory: what is known of each mesh, and the error that says it.
+"""Why there is no plan: what is known of each mesh, and the error that says it.
 
 In: for each mesh the bytes below which no plan goes, and those of the least plan that was tried. Out: an `OutOfMemoryError` with
 the largest tensors and the ways out. What can go wrong: bounds that are far below what plans need; the error says which it knows.
@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from autopar.errors import OutOfMemoryError
+from autopar.errors import ConstraintError, OutOfMemoryError
 from autopar.explain.paths import value_text
 from autopar.explain.units import bytes_text
 from autopar.intra_op.memory.model import Resident
 from autopar.intra_op.memory.tuning import TUNING
 from autopar.layouts.mesh import LogicalMesh
+from autopar.solver.outcomes import Unfinished, Unreachable
 
 _LISTED = 6
 
@@ -89,3 +90,19 @@ def _what_is_known(tried: Sequence[int], is_settled: bool) -> str:
         return "this is a bound that no choice of layouts goes below, so none was searched for"
     known = f"the least that a plan was found to need is memory_limit_bytes={min(tried):_}"
     return known if is_settled else f"{known}; the search ended before it had tried every plan that may need less"
+
+
+def no_way_there(meshes: Mapping[LogicalMesh, Unreachable | Unfinished], kinds: Collection[str]) -> ConstraintError:
+    """The error of meshes on which no plan was found with the `kinds` of collectives allowed."""
+    shapes = ", ".join(str(mesh.shape) for mesh in meshes)
+    allowed = ", ".join(sorted(kinds)) or "none"
+    if any(isinstance(outcome, Unfinished) for outcome in meshes.values()):
+        return ConstraintError(
+            f"no plan was found on mesh {shapes}: the search ended before it knew whether the kinds of collectives allowed "
+            f"({allowed}) can bring every value to the layouts that the constraints and the operations ask for; allow all-gather "
+            "and all-reduce, which always can"
+        )
+    return ConstraintError(
+        f"no plan on mesh {shapes}: the kinds of collectives allowed ({allowed}) cannot bring every value to the layouts that "
+        "the constraints and the operations ask for; allow all-gather and all-reduce, which always can"
+    )

@@ -7,13 +7,14 @@ lowering runs. What can go wrong: nothing fits the memory, or no plan meets the 
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 
 from autopar.avals import bytes_of
 from autopar.errors import warn
 from autopar.intra_op.choices.allowed_values import fitting_meshes
 from autopar.intra_op.compare_meshes import Beaten, MeshComparison, SharedSearch
-from autopar.intra_op.mesh_search import least_excess
+from autopar.intra_op.mesh_search import evenly_divided_parts
 from autopar.intra_op.request import PlannedStep, PlanRequest
 from autopar.program.program import Program
 from autopar.program.step import TracedStep
@@ -45,7 +46,9 @@ def plan_way(traced: TracedStep, request: PlanRequest, shared: SharedSearch) -> 
 def far_excess(traced: TracedStep, request: PlanRequest) -> float:
     """How many times a step's temporaries exceed the memory that is left for them, where that is too far to plan it.
 
-    0 if it may fit in some division among the devices, and for a small step, which is planned in less time than this takes.
+    Where all weights would fit, once, into a part of that memory (`Tuning.weights`), they are taken to be there as wholes: fast
+    plans gather them once for all microbatches. 0 if the step may fit in some division among the devices, and for a small step,
+    which is planned in less time than this takes.
     """
     is_large = sum(1 for _ in traced.program.walk()) >= request.tuning.large
     limit = request.memory_limit_bytes
@@ -55,8 +58,13 @@ def far_excess(traced: TracedStep, request: PlanRequest) -> float:
     devices = max(mesh.size for mesh in request.meshes)
     if _bytes_of_all_values(traced.program) <= devices * limit:  # found out in no time
         return 0.0
-    excess = request.tuning.undivided * least_excess(traced, request)
-    return excess if excess > request.tuning.far else 0.0
+    kept, temporaries = evenly_divided_parts(traced, request)
+    left, needed = limit - kept, request.tuning.undivided * temporaries
+    if needed <= request.tuning.far * left:
+        return 0.0
+    weights = sum(bytes_of(leaf.one) for leaf in traced.inputs if leaf.use == "parameter")
+    left -= weights if weights <= request.tuning.weights * left else 0
+    return needed / left if left > 0 else math.inf
 
 
 def _bytes_of_all_values(program: Program) -> int:

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import math
 import mmap
+import struct
 import time
 
 SECONDS_PER_UNIT = 4e-9
 """What a unit of work takes on a core of today, roughly: to compare work with what it may save, never to end it."""
 CALL = 1_000.0
 """Units of work of a few array operations beside their entries, or of a step of a loop in Python: some microseconds."""
+_DOUBLE = struct.Struct("d")
 
 
 class LateError(Exception):
@@ -47,6 +49,25 @@ class Flag:
     def lift(self) -> None:
         """Raise the flag, for good."""
         self._byte[0] = 1
+
+
+class Least:
+    """The least number that forks of this process have told each other. Of two that tell one at once, one may be lost."""
+
+    def __init__(self, value: float = math.inf) -> None:
+        self._bytes = mmap.mmap(-1, _DOUBLE.size)
+        self.tell(value)
+
+    @property
+    def value(self) -> float:
+        """The least so far; infinite before there is one."""
+        (told,) = _DOUBLE.unpack(self._bytes[:])
+        return told or math.inf
+
+    def tell(self, value: float) -> None:
+        """Tell a positive number, which counts if it is the least."""
+        if 0 < value < self.value:
+            self._bytes[:] = _DOUBLE.pack(value)
 
 
 class Budget:

@@ -63,7 +63,7 @@ class _Buckets:
     def _join(self, bucket: _Bucket, op: Operation) -> bool:
         """Put a collective into a bucket, if that is small enough and can still run before its results are read."""
         size = bucket.bytes + sum(self.values[v].bytes for v in op.outputs)
-        if size > self.limit_bytes:
+        if size > self.limit_bytes or any(self.bucket.get(one) is bucket for one in self._running(op, before=True)):
             return False
         members = [*bucket.members, op]
         made = [self._place(one) for member in members for one in self._running(member, before=True)]
@@ -84,7 +84,8 @@ class _Buckets:
         """The operations before or after one with nothing but folded work between."""
         if (op, before) in self._near:
             return self._near[op, before]
-        found, seen, stack = [], {op}, [op]
+        found: list[Operation] = []
+        seen, stack = {op}, [op]
         while stack:
             here = stack.pop()
             if before:

@@ -17,8 +17,8 @@ class Kind(enum.Enum):
 
     ALIAS: not at all. CHEAP: folded into its readers. MOVED: so too, but it reads elements elsewhere than it writes them.
     COSTLY: folded if one operation reads it, by compilers that keep what is costly; DEAR: so by all, and then what is made of it
-    alone, element by element, is kept in its place. REDUCE: by itself, reading what is folded. LIBRARY: a REDUCE that a library does
-    if it is large enough. WHOLE: by itself, from buffers.
+    alone, element by element, is kept in its place. REDUCE: by itself, reading what is folded. LIBRARY: a REDUCE that a library
+    does if it is large enough. WHOLE: by itself, from buffers.
     """
 
     ALIAS = "alias"
@@ -67,8 +67,8 @@ class Operation:
     Operations of one `group` that do not wait for each other are merged, as XLA does with all-reduces. What is `by_library` the
     library of a LIBRARY operation does too, on the way to it. What `adds` is the sum of its two inputs if it is CHEAP, and adds
     to its first, which it is `over`, if it is WHOLE. What `multiplies` is a matrix product, which may take a summand. What
-    `has_workspace` is a library's, whose result nothing else writes over. `reshaped` inputs it reads under another shape, which XLA writes down as an
-    operation of its own between the two.
+    `has_workspace` is a library's, whose result nothing else writes over. `reshaped` inputs it reads under another shape, which
+    XLA writes down as an operation of its own between the two.
     """
 
     kind: Kind

@@ -140,7 +140,9 @@ def _written_over(op: Operation, folding: Folding, values: Sequence[Value], free
             (out, (folding.original(v),)) for out, v in zip(op.outputs, op.over, strict=True)
         ]
     elif op.kind in FOLDED:
-        pairs = [(out, [v for v in folding.read_in_place(op) if not _is_with_workspace(v, folding)]) for out in op.outputs]
+        pairs = [
+            (out, [v for v in folding.read_in_place(op) if not _is_with_workspace(v, folding)]) for out in op.outputs
+        ]
     else:
         return set()
     taken: set[int] = set()

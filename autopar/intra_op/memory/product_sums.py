@@ -8,7 +8,7 @@ to the sum over microbatches as it is made. What is modelled, as XLA's rewriter 
     - a summand that others read stays, and the result has memory of its own;
     - what is widened on the way (a product in bfloat16, added in float32) is one call only if the sum is a result of the block.
 
-What can go wrong: cuBLAS has no call for some types, for which XLA leaves the sum apart; products of integers are told apart here.
+What can go wrong: cuBLAS has no call for some types, for which XLA leaves the sum apart. Products of integers are told apart.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ def add_into_products(block: Block, values: Sequence[Value]) -> Block:
     """The block with sums made by products, which take the places of the sums among the operations."""
     if not block.compiler.adds_into_products or not any(op.multiplies for op in block.operations):
         return block
-    sums = _Sums(block, values)
+    sums = _ProductSums(block, values)
     for op in block.operations:
         sums.rewrite(op)
     return dataclasses.replace(block, operations=tuple(op for op in sums.operations if op is not None))
 
 
-class _Sums:
+class _ProductSums:
     """The operations by place, None where one is gone; who makes and how often each value is read."""
 
     def __init__(self, block: Block, values: Sequence[Value]) -> None:
