@@ -41,6 +41,6 @@ def test_a_step_is_compiled_for_gpus_as_it_is_planned(kind):
 def test_stages_states_in_parts_and_microbatches_are_compiled_for_gpus_as_planned(name, options):
     step, shapes = step_for("a100", name, "bfloat16", **options)
     found = step.verify(*shapes)
-    assert not [row for row in found.rows if row.verdict == "differs" and row.what != "peak"], str(found)
+    assert not [row for row in found.rows if row.verdict == "differs"], str(found)
     for peak in (row for row in found.rows if row.what == "peak"):
-        assert 0.95 * peak.compiled <= peak.planned <= 1.25 * peak.compiled, "sums are counted generously"
+        assert 0.9 * peak.compiled <= peak.planned <= 1.1 * peak.compiled

@@ -144,10 +144,12 @@ class MemoryModel:
         program = self._whole
         kept = sum(int(self._sizes(program.values[v]).min()) for v in self._kept(program))
         there = _there_anyway(self.graph.program)
+        summed = _summed(self.graph.program, turned=True) if self.compiler.adds_into_products else set[Var]()
+        outside = there | summed
         most = 0
         for node in self.graph.nodes:
             eqn = node.equation
-            if eqn is None or node.loop is not None or not entry_for(eqn).heavy or eqn.outvars[0] in there:
+            if eqn is None or node.loop is not None or not entry_for(eqn).heavy or eqn.outvars[0] in outside:
                 continue
             made = [i for i, v in enumerate(eqn.invars) if not isinstance(v, Literal) and v not in there]
             most = max(most, min(self._together(eqn, made, s) for s in node.choices.strategies))
@@ -316,14 +318,11 @@ def sure_buffers(program: Program, there: Set[Var]) -> list[list[Var]]:
     `there`: those that take no memory of their own, to begin with. What is written in the place of such a value is left out; and
     so is a scatter that XLA may move into a sum, onto the buffer of the other summand.
     """
-    there, summed, found = set(there), set[Var](), list[list[Var]]()
+    there, summed, found = set(there), _summed(program), list[list[Var]]()
 
     def is_there(atom: Atom) -> bool:
         return not isinstance(atom, Literal) and atom in there
 
-    for eqn in reversed(program.equations):
-        if can_move_sums(eqn) or (_is_name(eqn) and eqn.outvars[0] in summed):
-            summed.update(v for v in eqn.invars if not isinstance(v, Literal))
     for eqn in program.equations:
         if isinstance(eqn, LoopEquation) and eqn.branch_number is None:
             starts = eqn.operands_to(Filled.CARRY)
@@ -338,6 +337,19 @@ def sure_buffers(program: Program, there: Set[Var]) -> list[list[Var]]:
         elif _is_name(eqn) and is_there(eqn.invars[0]):
             there.update(eqn.outvars)
     return found
+
+
+def _summed(program: Program, *, turned: bool = False) -> set[Var]:
+    """Variables that a sum reads, under any name: a compiler may let what makes them write over the other summand.
+
+    `turned`: also what it reads with its dimensions in another order, in which a product can be made at once.
+    """
+    summed = set[Var]()
+    for eqn in reversed(program.equations):
+        is_name = _is_name(eqn) or (turned and entry_for(eqn).permutation is not None)
+        if can_move_sums(eqn) or (is_name and eqn.outvars[0] in summed):
+            summed.update(v for v in eqn.invars if not isinstance(v, Literal))
+    return summed
 
 
 def _is_name(eqn: Equation) -> bool:

@@ -8,6 +8,7 @@ import pytest
 from autopar.cost_model.hardware import PRESETS
 from autopar.intra_op.choices.graph import build_graph
 from autopar.intra_op.choices.options import PlannerOptions
+from autopar.intra_op.memory.compilers import XLA_CPU, XLA_GPU
 from autopar.intra_op.memory.model import MemoryModel
 from autopar.layouts.mesh import LogicalMesh
 from autopar.program.from_jaxpr import program_of
@@ -41,16 +42,24 @@ def added_to_a_lookup(state, batch):
     return jnp.tanh(jnp.tanh(state) + grad)
 
 
+def added_to_a_product(state, batch):
+    """On GPUs a product may write its sum over the memory that the state's result takes."""
+    return state + (batch.T @ batch).T
+
+
+@pytest.mark.parametrize("compiler", [XLA_CPU, XLA_GPU], ids=lambda one: one.platform)
 @pytest.mark.parametrize(
     ("step", "batch", "held"),
     [
         (looked_up, jax.ShapeDtypeStruct((8,), np.int32), 1),
         (added_up, jax.ShapeDtypeStruct((4, 64), np.float32), 2),
         (added_to_a_lookup, jax.ShapeDtypeStruct((8,), np.int32), 0),
+        (added_to_a_product, jax.ShapeDtypeStruct((2, 64), np.float32), {"cpu": 1, "gpu": 0}),
     ],
 )
-def test_what_is_scattered_and_what_loops_carry_counts_in_the_bound(step, batch, held):
+def test_what_is_scattered_and_what_loops_carry_counts_in_the_bound(step, batch, held, compiler):
     """`held`: of the state's size, what is there at once beside the state, which its result takes the place of."""
+    held = held[compiler.platform] if isinstance(held, dict) else held
     program, _ = program_of(jax.make_jaxpr(step)(SQUARE, batch))
     graph = build_graph(
         program,
@@ -60,7 +69,7 @@ def test_what_is_scattered_and_what_loops_carry_counts_in_the_bound(step, batch,
         input_layouts=[None] * 2,
         output_layouts=[None],
     )
-    memory = MemoryModel(graph, input_names=["state", "batch"], aliased_outputs={0: 0})
+    memory = MemoryModel(graph, input_names=["state", "batch"], aliased_outputs={0: 0}, compiler=compiler)
     rng = np.random.default_rng(0)
     choices = [[int(rng.integers(len(node.choices.strategies))) for node in graph.nodes] for _ in range(20)]
     quarter, few = 64 * 64 * FLOAT // 4, 2000
