@@ -61,6 +61,11 @@ class TooLarge:
     is_settled: bool
 
 
+def nobody_s() -> float:
+    """What others have found, where there are no others."""
+    return math.inf
+
+
 _WORK_PER_NODE = 10 * CALL
 """Units of work of the peak of a choice, for each of its nodes: some 45 microseconds."""
 
@@ -73,7 +78,7 @@ def choose_within_limit(
     limit_bytes: int | None,
     *,
     free: Chosen | None = None,
-    rival_s: Callable[[], float] = lambda: math.inf,
+    rival_s: Callable[[], float] = nobody_s,
     tuning: Tuning = TUNING,
 ) -> Limited:
     """The best choice within the limit. The search ends where another one has something as fast as the best without a limit.
@@ -125,7 +130,7 @@ class _LimitSearch:
     memory: MemoryModel
     limit_bytes: int
     highest_bytes: float
-    rival_s: Callable[[], float]
+    rival_s: Callable[[], float] = nobody_s
     _known: dict[tuple[float, tuple[Numbers, ...]], Outcome] = dataclasses.field(default_factory=dict)
     _met: dict[Numbers, None] = dataclasses.field(default_factory=dict)
     _above_rows: list[float] = dataclasses.field(default_factory=list)

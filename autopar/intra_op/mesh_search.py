@@ -24,7 +24,7 @@ from autopar.intra_op.describe import describe_plan
 from autopar.intra_op.lowering.assignment import assign
 from autopar.intra_op.memory.compilers import compiler_of
 from autopar.intra_op.memory.model import MemoryModel, Streams
-from autopar.intra_op.memory_limit import Fits, TooLarge, choose_within_limit
+from autopar.intra_op.memory_limit import Fits, TooLarge, choose_within_limit, nobody_s
 from autopar.intra_op.out_of_memory import NothingFits
 from autopar.intra_op.request import PlannedStep, PlanRequest
 from autopar.layouts.allowed import batch_axes
@@ -118,7 +118,7 @@ class MeshSearch:
         return constant_s
 
     def plan(
-        self, cutoff_s: float, *, rival_s: Callable[[], float] = lambda: math.inf, most_work: float = math.inf
+        self, cutoff_s: float, *, rival_s: Callable[[], float] = nobody_s, most_work: float = math.inf
     ) -> PlannedStep | NothingFits | CutOff | NotSearched | Unreachable | Unfinished:
         """The best plan within the memory; only plans that take less than `cutoff_s` matter, which are worth so much work.
         `rival_s` says what others have found so far.

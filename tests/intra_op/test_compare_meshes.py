@@ -148,7 +148,7 @@ def test_meshes_of_a_large_program_are_left_for_another_way_when_two_were_search
     step, request = question(limit=10**6, tuning=Tuning(large=0))
     seen = []
 
-    def search(self, cutoff_s, *, most_work=math.inf):
+    def search(self, cutoff_s, *, rival_s, most_work=math.inf):
         seen.append(self.mesh.shape)
         self.excess = 1.1
         return NothingFits(mesh=self.mesh, bound_bytes=1, tried_bytes=2, tensors=(), is_settled=is_settled)
@@ -158,6 +158,28 @@ def test_meshes_of_a_large_program_are_left_for_another_way_when_two_were_search
     with pytest.raises(OutOfMemoryError):
         plan_way(step, request, SharedSearch(has_other_ways=has_other_ways))
     assert len(seen) == min(looked, len(request.meshes))
+
+
+@pytest.mark.parametrize("shapes", [((8,), (2, 4)), ((2, 4), (8,))])
+def test_a_mesh_that_another_one_of_its_row_beats_counts_as_not_planned_whenever_its_search_has_ended(
+    monkeypatch, shapes
+):
+    """Which of the two is told of the other is chance where processes work side by side."""
+    step, request = question(tuning=Tuning(large=0), processes=2)
+    meshes = tuple(LogicalMesh.of(shape) for shape in shapes)
+    request = dataclasses.replace(request, meshes=meshes)
+    usual, heard, found = MeshSearch.plan, [], []
+
+    def search(self, cutoff_s, *, rival_s, most_work=math.inf):
+        heard.append(rival_s())
+        found.append(usual(self, cutoff_s, rival_s=rival_s, most_work=most_work).plan.step_s)
+        return usual(self, cutoff_s, rival_s=rival_s, most_work=most_work)
+
+    monkeypatch.setattr(MeshSearch, "plan", search)
+    monkeypatch.setattr(compare_meshes, "run_side_by_side", lambda jobs, **_: [job() for job in jobs])
+    plan = plan_way(step, request, SharedSearch()).plan
+    assert [one.step_s for one in plan.candidates] == [step_s if step_s == min(found) else None for step_s in found]
+    assert heard == [math.inf, pytest.approx(found[0] - request.cluster.dispatch_s(len(step.inputs)))]
 
 
 def test_when_the_time_is_over_the_first_plan_says_what_was_not_compared():
@@ -267,9 +289,9 @@ def test_a_mesh_beside_a_plan_takes_hardly_more_work_than_it_may_repay(monkeypat
     """An operation ends before the budget is asked again, and a search may be repeated within the limit and narrowed."""
     taken, real = {}, MeshSearch.plan
 
-    def plan(self, cutoff_s, *, most_work=math.inf):
+    def plan(self, cutoff_s, *, rival_s, most_work=math.inf):
         before = self.request.budget.spent
-        found = real(self, cutoff_s, most_work=most_work)
+        found = real(self, cutoff_s, rival_s=rival_s, most_work=most_work)
         taken[self.mesh.shape] = (most_work, self.request.budget.spent - before)
         return found
 

@@ -56,6 +56,13 @@ def test_where_copies_take_too_much_they_are_dropped():
     assert found.copy_span is not None
 
 
+@pytest.mark.parametrize(("rival_s", "is_left"), [(4.0, True), (4.5, False)])
+def test_the_search_ends_where_another_one_is_as_fast_as_the_best_without_a_limit(rival_s, is_left):
+    problem, rows = fast_or_small()
+    found = choose_within_limit(problem, Memory(rows), 22, rival_s=lambda: rival_s)
+    assert found == CutOff(4.0) if is_left else isinstance(found, Fits)
+
+
 def test_rows_that_no_choice_keeps_settle_it():
     problem, rows = fast_or_small()
     assert choose_within_limit(problem, Memory(rows), 3) == TooLarge(40, is_settled=True)

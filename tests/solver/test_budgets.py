@@ -2,11 +2,13 @@
 
 import itertools
 import math
+import os
+import warnings
 
 import numpy as np
 import pytest
 
-from autopar.solver.budget import Budget, Flag, LateError
+from autopar.solver.budget import Budget, Flag, LateError, Least
 from autopar.solver.outcomes import Chosen, DoesNotFit, Outcome, Unfinished
 from autopar.solver.problem import ChoiceProblem, Costs, MemoryRow
 from autopar.solver.solve import choose
@@ -94,3 +96,19 @@ def test_work_under_a_clock_is_its_own() -> None:
     own.spend(4.0)
     assert own.is_over
     assert not own.is_late
+
+
+def test_the_least_that_anybody_told_is_known_to_all_forks() -> None:
+    least = Least()
+    assert least.value == math.inf
+    for told in (3.0, 5.0):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # JAX, and Python, warn of threads, which the fork does not touch
+            process = os.fork()
+        if not process:
+            least.tell(told)
+            os._exit(0)
+        os.waitpid(process, 0)
+    assert least.value == 3.0
+    assert Least(2.0).value == 2.0
+    assert Least(math.inf).value == math.inf
