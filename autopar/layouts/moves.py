@@ -248,7 +248,7 @@ class LayoutSpace:
 
     @functools.cached_property
     def _by_one_move(self) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds by one move (layouts, layouts), and which: the cheapest, of equally cheap ones the first; -1 if there is none."""
+        """Seconds by one move (layouts, layouts), and which: the cheapest, of equally cheap ones the first; -1: none."""
         count, ends = len(self.layouts), self._table.ends
         least, move = np.full((count, count), np.inf), np.full((count, count), -1, dtype=np.int64)
         np.fill_diagonal(least, 0.0)

@@ -58,10 +58,10 @@ class Tuning:
 
     # What a gap is worth.
     gap_work: float = math.inf
-    """Units of work that may be spent on closing a gap, for each second by which the best choice known exceeds its bound. No limit
-    by default; the planner sets it by what a step of a run may repay (`intra_op/mesh_search.py`)."""
+    """Units of work that may be spent on closing a gap, for each second by which the best choice known exceeds its bound. No
+    limit by default; the planner sets it by what a step of a run may repay (`intra_op/mesh_search.py`)."""
     least_gap_work: float = 2.5e7
-    """And so many in any case: a tenth of a second. A U-Net of 3 ms a step took five seconds for 0.06 ms (`small_programs.py`)."""
+    """And so many in any case: a tenth of a second. A U-Net of 3 ms a step took 5 seconds for 0.06 ms (`small_programs.py`)."""
 
     # Elimination.
     entries: float = 2e7

@@ -127,7 +127,9 @@ class _Layouts:
         """The strategy; None if it is not legal."""
         mesh, sizes = self.mesh, self.sizes
         for factor, axes in factor_axes.items():
-            if len(axes) > 1 and not mesh.divides(axes, sizes[factor]):  # of single axes only those that divide have the job
+            if len(axes) > 1 and not mesh.divides(
+                axes, sizes[factor]
+            ):  # of single axes only those that divide have the job
                 return None
         for before, factor in self.compound:
             if factor in factor_axes and mesh.ways(factor_axes.get(before, ())) != sizes[before]:
@@ -137,11 +139,13 @@ class _Layouts:
             Layout(_dims(operand, factor_axes), self._partial(busy, present, number))
             for operand, present, number in self.operands
         ]
-        if any([layout.partial and layout.mixes_monoids for layout in layouts]):
+        if any(layout.mixes_monoids for layout in layouts if layout.partial):
             return None
         ways = mesh.ways({axis for axes in factor_axes.values() for axis in axes})
         split = len(self.rule.inputs)
-        return ShardingStrategy(tuple(sorted(factor_axes.items())), tuple(layouts[:split]), tuple(layouts[split:]), ways)
+        return ShardingStrategy(
+            tuple(sorted(factor_axes.items())), tuple(layouts[:split]), tuple(layouts[split:]), ways
+        )
 
     def _partial(
         self, busy: Sequence[tuple[int, _Job]], present: frozenset[str], input_number: int | None
