@@ -294,7 +294,7 @@ class MeshComparison:
     def _search_in_time(self, mesh: LogicalMesh, request: PlanRequest) -> _Looked:
         """Bound a mesh, and plan it unless its bound rules it out. Raises LateError if the clock ends that before a plan."""
         shared = self.shared
-        search = MeshSearch(self.traced, mesh, request)
+        search = MeshSearch(self.traced, mesh, request, is_whole=shared.is_bounded)
         evenly_divided_s = shared.evenly_divided_s or search.evenly_divided_s()
         at_least_s, least_s = shared.at_least_s.get(mesh, 0.0), 0.0
         if shared.is_bounded and math.isfinite(shared.best_s):

@@ -30,7 +30,7 @@ from autopar.intra_op.request import PlannedStep, PlanRequest
 from autopar.layouts.allowed import batch_axes
 from autopar.layouts.mesh import LogicalMesh
 from autopar.program.step import TracedStep
-from autopar.solver.budget import Budget, LateError
+from autopar.solver.budget import SECONDS_PER_UNIT, Budget, LateError
 from autopar.solver.classes import merge_classes
 from autopar.solver.outcomes import Chosen, CutOff, DoesNotFit, NotSearched, Unfinished, Unreachable
 from autopar.solver.problem import ChoiceProblem, Costs
@@ -50,12 +50,19 @@ class MeshSearch:
         choice_s: the same of choices in which alike layers choose alike, where only these are looked at.
         excess: how many times the memory that the least state leaves for temporaries these take without a limit; 0 if a plan
             without a limit fits.
+        is_whole: whether this is a whole step, of which a run repays what is gained; of a stage there are many microbatches.
     """
 
     def __init__(
-        self, traced: TracedStep, mesh: LogicalMesh, request: PlanRequest, exposure: Exposure | None = None
+        self,
+        traced: TracedStep,
+        mesh: LogicalMesh,
+        request: PlanRequest,
+        exposure: Exposure | None = None,
+        *,
+        is_whole: bool = False,
     ) -> None:
-        self.traced, self.mesh, self.request = traced, mesh, request
+        self.traced, self.mesh, self.request, self.is_whole = traced, mesh, request, is_whole
         self.excess = self.bound_s = self.choice_s = 0.0
         self._is_narrowed = exposure is not None
         self.exposure = exposure or least_exposure(traced, request.cluster.overlap)
@@ -66,7 +73,8 @@ class MeshSearch:
         )
         costs = Costs.of(self.graph.costs, self.graph.edges)
         classes = _classes(self.graph, request)
-        tuning = dataclasses.replace(TUNING, large_pairs=request.tuning.large_pairs)
+        gap_work = request.tuning.repaid_in_steps / SECONDS_PER_UNIT if is_whole else math.inf
+        tuning = dataclasses.replace(TUNING, large_pairs=request.tuning.large_pairs, gap_work=gap_work)
         problem = ChoiceProblem(costs=costs, classes=classes, is_proven=False, budget=request.budget, tuning=tuning)
         self.problem = tie_layers(problem)
 
@@ -104,9 +112,8 @@ class MeshSearch:
         request.budget.require_time()
         budget = request.budget.clocked(work=request.tuning.bound_work)
         problem = dataclasses.replace(self.problem, costs=costs, ties=None, budget=budget)
-        if problem.classes is not None and costs.pairs > request.tuning.bounded_pairs:
+        if problem.classes is not None:  # a tenth of the pairs, and often narrow where the whole is not
             problem = merge_classes(problem, problem.classes)
-        problem = dataclasses.replace(problem, classes=None)
         if problem.costs.pairs > request.tuning.bounded_pairs:
             return constant_s + lift_bound(tie_layers(problem))
         if problem.costs.pairs > request.tuning.quick_pairs:
@@ -126,7 +133,6 @@ class MeshSearch:
         The search takes it that there is compute enough for all communication that can hide behind it. If a plan's step is much
         longer than that, the mesh is searched again for as much as that plan hides, and the faster plan counts.
         """
-        most_work = min(most_work, self.request.tuning.mesh_work)
         found = self._plan(cutoff_s, rival_s, most_work)
         if not isinstance(found, PlannedStep) or self.exposure is None or self._is_narrowed:
             return found
@@ -134,7 +140,8 @@ class MeshSearch:
         if narrowed is None or self.request.budget.is_over:
             return found
         try:
-            again = MeshSearch(self.traced, self.mesh, self.request, narrowed)._plan(cutoff_s, rival_s, most_work)
+            search = MeshSearch(self.traced, self.mesh, self.request, narrowed, is_whole=self.is_whole)
+            again = search._plan(cutoff_s, rival_s, most_work)
         except LateError:
             return found
         if isinstance(again, PlannedStep) and again.plan.step_s < found.plan.step_s:
@@ -145,12 +152,14 @@ class MeshSearch:
         self, cutoff_s: float, rival_s: Callable[[], float], most_work: float
     ) -> PlannedStep | NothingFits | CutOff | NotSearched | Unreachable | Unfinished:
         request, limit = self.request, self.request.memory_limit_bytes
+        free_work = min(most_work, request.tuning.mesh_work)
         if limit is not None and self.memory.least_of_inputs() > limit:
             return self._nothing_fits()
         problem = dataclasses.replace(self.problem, cutoff_s=cutoff_s)
-        free = choose(dataclasses.replace(problem, budget=request.budget.hurried(work=most_work)))
+        spent = request.budget.spent
+        free = choose(dataclasses.replace(problem, budget=request.budget.hurried(work=free_work)))
         if isinstance(free, Unfinished) and not request.budget.is_over:
-            free = choose(dataclasses.replace(problem, budget=request.budget.limit(work=most_work)))
+            free = choose(dataclasses.replace(problem, budget=request.budget.limit(work=free_work)))
         if isinstance(free, DoesNotFit):
             raise AssertionError("a problem without memory rows fits")
         if problem.ties is None and isinstance(free, Chosen | CutOff | NotSearched):
@@ -164,7 +173,8 @@ class MeshSearch:
         if self.memory.bound() > limit:
             return self._nothing_fits()
         if math.isfinite(cutoff_s):  # there is a plan to fall back on
-            problem = dataclasses.replace(problem, budget=request.budget.limit(work=most_work))
+            work = min(most_work - (request.budget.spent - spent), request.tuning.mesh_work)
+            problem = dataclasses.replace(problem, budget=request.budget.limit(work=work))
         problem = dataclasses.replace(problem, proof=request.tuning.limited_gap)
         match choose_within_limit(problem, self.memory, limit, free=free, rival_s=rival_s, tuning=request.tuning):
             case Fits(choice, copy_span, unlimited_s):

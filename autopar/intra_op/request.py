@@ -6,6 +6,7 @@ Data alone, for everybody who plans a step, a stage or a layer.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Hashable, Iterator
 
 from autopar.cost_model.hardware import Cluster
@@ -65,9 +66,10 @@ def logical_meshes(devices: int, tuning: Tuning = TUNING) -> tuple[LogicalMesh, 
 
 
 def distinct_meshes(request: PlanRequest, *, is_free: bool) -> list[LogicalMesh]:
-    """Meshes that differ by more than the order of axes with equal links, for whose axes the cluster has links.
+    """Meshes that differ by more than the order of the last axes with equal links, for whose axes the cluster has links.
 
-    `is_free`: the step itself names no axes. If axes have names in a constraint, their order matters.
+    Axes before others of other links keep their order: one of them may be among nodes in part. `is_free`: the step itself names
+    no axes. If axes have names in a constraint, their order matters.
     """
     seen: dict[Hashable, LogicalMesh] = {}
     known = request.cluster.axis_links
@@ -75,8 +77,10 @@ def distinct_meshes(request: PlanRequest, *, is_free: bool) -> list[LogicalMesh]
         if known is not None and len(mesh.shape) > len(known) and len(request.meshes) > 1:
             continue
         links = request.cluster.links_of(mesh.shape)
-        free = is_free and not request.constraints.rules and len(set(links)) == 1
-        key = (tuple(sorted(mesh.shape)), links[0]) if free else (mesh.shape, links, mesh.axis_names)
+        is_free_here = is_free and not request.constraints.rules
+        alike = len(list(itertools.takewhile(links[-1].__eq__, reversed(links)))) if is_free_here else 1
+        names = () if is_free_here else mesh.axis_names
+        key = (mesh.shape[:-alike], tuple(sorted(mesh.shape[-alike:])), links, names)
         seen.setdefault(key, mesh)
     return list(seen.values())
 

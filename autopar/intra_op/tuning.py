@@ -28,8 +28,9 @@ class Tuning:
     bounded: int = 10_000
     """In programs of up to so many equations such a mesh is bounded even if a second axis did not help, for the sake of the
     plan's gap: that takes about a second per 1,000 equations (`benchmarks/planning_ordinary.py`, unet)."""
-    bound_s_per_equation: float = 2e-4
-    """Seconds per equation that the bound of such a mesh takes, as that condition assumes (`benchmarks/planner_time.py`)."""
+    bound_s_per_equation: float = 1e-3
+    """Seconds per equation that such a mesh and its bound take, as that condition assumes: 0.8 to 3 ms (`planning_ordinary.py`,
+    t5-2-nodes; `small_programs.py`, unet)."""
     search_s_per_equation: float = 2e-3
     """And its plan: 1.3 to 6.4 ms in small programs, where it never paid (`benchmarks/small_programs.py`)."""
     quick_s: float = 0.5

@@ -21,6 +21,7 @@ The moves, for a mesh axis that is minor-most in its dimension (`m`: monoid):
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -239,28 +240,42 @@ class LayoutSpace:
         self.shape, self.itemsize, self.network = shape, itemsize, network
         self._table = table or MoveTable(shape, network, monoids)
         self.layouts, self.index = self._table.layouts, self._table.index
-        count = len(self.layouts)
-        self.seconds = np.full((count, count), np.inf)
-        np.fill_diagonal(self.seconds, 0.0)
-        self._move = np.full((count, count), -1, dtype=np.int64)
-        self._via = np.full((count, count), -1, dtype=np.int64)
-        self._note_moves()
-        through, better = np.empty_like(self.seconds), np.empty((count, count), dtype=bool)
-        for k in range(count):
+        self.seconds = self._by_one_move[0].copy()
+        through = np.empty_like(self.seconds)
+        for k in range(len(self.layouts)):
             np.add(self.seconds[:, k, None], self.seconds[None, k, :], out=through)
-            np.less(through, self.seconds, out=better)
-            np.copyto(self.seconds, through, where=better)
-            np.copyto(self._via, k, where=better)
+            np.minimum(self.seconds, through, out=self.seconds)
 
-    def _note_moves(self) -> None:
-        """Of the moves between two layouts the cheapest, of equally cheap ones the first."""
-        ends, seconds = self._table.ends, self._table.seconds(self.shape, self.itemsize, self.network)
+    @functools.cached_property
+    def _by_one_move(self) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds by one move (layouts, layouts), and which: the cheapest, of equally cheap ones the first; -1: none."""
+        count, ends = len(self.layouts), self._table.ends
+        least, move = np.full((count, count), np.inf), np.full((count, count), -1, dtype=np.int64)
+        np.fill_diagonal(least, 0.0)
+        seconds = self._table.seconds(self.shape, self.itemsize, self.network)
         order = np.lexsort((seconds, ends[:, 1], ends[:, 0]))[::-1]  # what is written last stays
-        best = seconds < self.seconds[ends[:, 0], ends[:, 1]]
+        best = seconds < least[ends[:, 0], ends[:, 1]]
         order = order[best[order]]
         source, target = ends[order].T
-        self._move[source, target] = order
-        self.seconds[source, target] = seconds[order]
+        move[source, target] = order
+        least[source, target] = seconds[order]
+        return least, move
+
+    @functools.cached_property
+    def _via(self) -> np.ndarray:
+        """The last layout that made the way between two cheaper (layouts, layouts); -1: one move is cheapest.
+
+        Few values are moved in the end, so this is found when first asked; it takes three times as long as the seconds.
+        """
+        seconds, count = self._by_one_move[0].copy(), len(self.layouts)
+        via = np.full((count, count), -1, dtype=np.int64)
+        through, better = np.empty_like(seconds), np.empty((count, count), dtype=bool)
+        for k in range(count):
+            np.add(seconds[:, k, None], seconds[None, k, :], out=through)
+            np.less(through, seconds, out=better)
+            np.copyto(seconds, through, where=better)
+            np.copyto(via, k, where=better)
+        return via
 
     def path(self, source: Layout, target: Layout) -> tuple[Move, ...]:
         """The cheapest moves from `source` to `target`; empty if they are equal."""
@@ -271,7 +286,7 @@ class LayoutSpace:
             return ()
         via = int(self._via[source, target])
         if via < 0:
-            return (self._table.moves[int(self._move[source, target])],)
+            return (self._table.moves[int(self._by_one_move[1][source, target])],)
         return (*self._path(source, via), *self._path(via, target))
 
 

@@ -58,11 +58,13 @@ class Priced:
         best: the fastest trial that fits, if one does.
         lower_bound_s: proven: no choice that fits takes less.
         trials: all choices met, the fastest first.
+        is_exact: whether each price was searched to its optimum, so that a longer search finds the same.
     """
 
     best: Trial | None
     lower_bound_s: float
     trials: tuple[Trial, ...]
+    is_exact: bool
 
 
 def price_memory(problem: ChoiceProblem, known: Sequence[Numbers], lower_bound_s: float, *, solve: Solve) -> Priced:
@@ -81,7 +83,7 @@ def price_memory(problem: ChoiceProblem, known: Sequence[Numbers], lower_bound_s
     scale = abs(trials[0].seconds) or 1.0
     box = tuning.first_price * scale / max(float(trials[0].excess.max()), tuning.first_price)
     room = 1.0 - spans.fixed / problem.limit_bytes
-    lower = lower_bound_s
+    lower, is_exact = lower_bound_s, True
     for _ in range(tuning.price_rounds):
         if problem.budget.is_over:
             break
@@ -96,6 +98,7 @@ def price_memory(problem: ChoiceProblem, known: Sequence[Numbers], lower_bound_s
             break
         priced = _add_prices(problem, spans, prices)
         found = solve(priced)
+        is_exact = is_exact and isinstance(found, Found) and found.gap == 0
         if not isinstance(found, Found):
             break
         lower = max(lower, priced.value(found.choice) - found.gap - float(prices @ room))
@@ -105,7 +108,7 @@ def price_memory(problem: ChoiceProblem, known: Sequence[Numbers], lower_bound_s
             if box > tuning.largest_price * scale:
                 break
     ordered = {trial.numbers: trial for trial in sorted(trials, key=lambda trial: trial.seconds)}
-    return Priced(_fastest(trials), lower, tuple(ordered.values()))
+    return Priced(_fastest(trials), lower, tuple(ordered.values()), is_exact)
 
 
 def _find_rows(spans: Spans, problem: ChoiceProblem, numbers: Numbers) -> np.ndarray:

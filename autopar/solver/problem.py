@@ -112,6 +112,7 @@ class ChoiceProblem:
         rows: the memory rows; none means that memory does not matter.
         limit_bytes: the limit of every row.
         cutoff_s: only choices that take less matter.
+        at_least_s: no choice that keeps the rows takes less, as is known before.
         classes: which choices of a node an exchange of equal mesh axes makes alike (`classes.py`); None if unknown.
         ties: which nodes are to choose alike; None solves the whole problem. `repeated_layers.tie_layers` sets them.
         is_proven: whether a problem with ties is to have a bound of the whole problem; without, the bound is that of the
@@ -126,6 +127,7 @@ class ChoiceProblem:
     rows: Sequence[MemoryRow] = ()
     limit_bytes: float = np.inf
     cutoff_s: float = np.inf
+    at_least_s: float = -np.inf
     classes: Classes | None = None
     ties: Ties | None = None
     is_proven: bool = True

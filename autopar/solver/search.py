@@ -43,6 +43,7 @@ def search(
     costs: Costs,
     *,
     cutoff_s: float = np.inf,
+    at_least_s: float = -np.inf,
     tuning: Tuning = TUNING,
     budget: Budget | None = None,
     is_quick: bool = False,
@@ -52,6 +53,7 @@ def search(
     Args:
         costs: the objective.
         cutoff_s: the search ends where the bound reaches it; the gap then says so.
+        at_least_s: a bound known before.
         tuning: when to stop, and what to try.
         budget: when it is over, the best choice met is returned with the bound reached.
         is_quick: whether to be content with the choice and the bound of a short dual ascent.
@@ -59,7 +61,7 @@ def search(
     Returns:
         A choice of finite cost; or that there is none; or that none was found.
     """
-    return _Search(tuning, budget or Budget(), is_quick).run(costs, cutoff_s, round_number=0)
+    return _Search(tuning, budget or Budget(), is_quick).run(costs, cutoff_s, at_least_s=at_least_s)
 
 
 def bound_quickly(costs: Costs, *, tuning: Tuning = TUNING, budget: Budget | None = None) -> float:
@@ -94,7 +96,9 @@ class _Search:
     budget: Budget
     is_quick: bool
 
-    def run(self, costs: Costs, cutoff_s: float, *, round_number: int) -> Found | Unreachable | Unfinished:
+    def run(
+        self, costs: Costs, cutoff_s: float, *, at_least_s: float = -np.inf, round_number: int = 0
+    ) -> Found | Unreachable | Unfinished:
         """Reduce an objective, search what is left, and extend what is found.
 
         Nodes are renumbered without gaps: PuLP sorts variables by name, and equal problems are to have equal solutions.
@@ -103,12 +107,16 @@ class _Search:
         reduced = reduce_costs(costs.renumber(), budget=self.budget)
         if not np.isfinite(reduced.constant):
             return Unreachable()
-        found = self._search_reduced(reduced.costs, cutoff_s - reduced.constant, round_number)
+        found = self._search_reduced(
+            reduced.costs, cutoff_s - reduced.constant, at_least_s - reduced.constant, round_number
+        )
         if not isinstance(found, Found):
             return found
         return Found(dict(zip(order, reduced.extend(found.choice).values(), strict=True)), found.gap)
 
-    def _search_reduced(self, costs: Costs, cutoff_s: float, round_number: int) -> Found | Unreachable | Unfinished:
+    def _search_reduced(
+        self, costs: Costs, cutoff_s: float, at_least_s: float, round_number: int
+    ) -> Found | Unreachable | Unfinished:
         """Solve what is small directly; bound the rest."""
         if not costs.nodes:
             return Found({}, 0.0)
@@ -127,14 +135,29 @@ class _Search:
         bounded = bound_costs(costs, gap=near, cutoff=cutoff_s, tuning=tuning, budget=self.budget)
         if bounded.lower >= cutoff_s and np.isfinite(bounded.upper):
             return Found(bounded.choice, bounded.upper - bounded.lower)
+        gap = bounded.upper - max(bounded.lower, at_least_s)
+        budget = self.budget.limit(work=tuning.work_on(gap))
+        found = dataclasses.replace(self, budget=budget)._close_gap(costs, bounded, cutoff_s, round_number)
+        if not isinstance(found, Found):
+            return found
+        return dataclasses.replace(found, gap=max(0.0, min(found.gap, costs.value(found.choice) - at_least_s)))
+
+    def _close_gap(
+        self, costs: Costs, bounded: Bounded, cutoff_s: float, round_number: int
+    ) -> Found | Unreachable | Unfinished:
+        """Search what dual ascent has left open, as far as the budget goes."""
+        tuning, is_last = self.tuning, round_number >= self.tuning.rounds
+        gap = tuning.exact_gap if round_number == 0 else tuning.rough_gap
         best, upper = self._try_near_bound(costs, bounded, max(round_number + 1, tuning.rounds))
         is_possible = bool(np.isfinite(upper))
         most = tuning.direct_pairs * (1 if is_possible else tuning.last_resort)
         is_open = not is_possible or upper - bounded.lower > tuning.gap * abs(upper)
         if is_open and costs.pairs <= most:
             solved = self._solve_directly(costs, gap if is_possible else tuning.rough_gap)
-            if not isinstance(solved, Unfinished):
+            if isinstance(solved, Unreachable) or (isinstance(solved, Found) and not is_possible):
                 return solved
+            if isinstance(solved, Found):
+                return _best_of(costs, solved, Found(best, max(upper - bounded.lower, 0.0)))
         if not is_possible:
             return Unfinished()
         found = Found(best, max(upper - bounded.lower, 0.0))
@@ -204,3 +227,11 @@ class _Search:
             if isinstance(found, Found)
             else found
         )
+
+
+def _best_of(costs: Costs, *found: Found) -> Found:
+    """The best of some choices, by the highest of their bounds."""
+    values = [costs.value(each.choice) for each in found]
+    best, least = min(zip(found, values, strict=True), key=lambda each: each[1])
+    lower = max(value - each.gap for each, value in zip(found, values, strict=True))
+    return Found(best.choice, max(least - lower, 0.0))

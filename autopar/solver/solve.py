@@ -102,6 +102,7 @@ def _choose_without_memory(problem: ChoiceProblem) -> Chosen | Unreachable | Unf
     found = search(
         problem.costs,
         cutoff_s=problem.cutoff_s,
+        at_least_s=problem.at_least_s,
         tuning=problem.tuning,
         budget=problem.budget,
         is_quick=problem.is_quick,
@@ -125,7 +126,8 @@ def _choose_by_classes(problem: ChoiceProblem, classes: Classes, free: Chosen | 
     left = find_open_choices(merged, classes, upper * (1 + tuning.gap))
     if left is None:
         return CutOff(upper)
-    rest = problem.restrict(left)
+    at_least_s = max(problem.at_least_s, bound.lower_bound_s)
+    rest = dataclasses.replace(problem.restrict(left), at_least_s=at_least_s)
     if np.isfinite(problem.cutoff_s) and rest.costs.pairs > tuning.searched_pairs:
         return NotSearched(bound.lower_bound_s)
     found = choose(rest, free=_renumber(free, left))

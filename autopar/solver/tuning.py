@@ -56,6 +56,13 @@ class Tuning:
     """How deep searches near the bound may be nested. Where all choices cost about the same, each leaves as many choices as the
     one around it, and each level doubles the work."""
 
+    # What a gap is worth.
+    gap_work: float = math.inf
+    """Units of work that may be spent on closing a gap, for each second by which the best choice known exceeds its bound. No
+    limit by default; the planner sets it by what a step of a run may repay (`intra_op/mesh_search.py`)."""
+    least_gap_work: float = 2.5e7
+    """And so many in any case: a tenth of a second. A U-Net of 3 ms a step took 5 seconds for 0.06 ms (`small_programs.py`)."""
+
     # Elimination.
     entries: float = 2e7
     """Entries of all tables of exact elimination together: a tenth of a second. Branch and bound takes ten seconds for a
@@ -165,6 +172,10 @@ class Tuning:
     radius: int = 4
     """How many edges away nodes must look alike to be tied: more keeps more of the ends apart, and ties less
     (`planner_time.py`)."""
+
+    def work_on(self, gap_s: float) -> float:
+        """Units of work that may be spent on closing a gap of so many seconds, which is infinite where no choice is known."""
+        return self.least_gap_work + self.gap_work * gap_s if gap_s > 0 else self.least_gap_work
 
     @property
     def exact_gap(self) -> float:

@@ -83,7 +83,8 @@ def _solve_after(
     tuning = problem.tuning
     limited = problem
     if isinstance(found, Chosen) and tuning.good_enough > 0:
-        limited = dataclasses.replace(problem, budget=problem.budget.limit(work=tuning.direct_work))
+        work = min(tuning.direct_work, tuning.work_on(found.seconds - found.lower_bound_s))
+        limited = dataclasses.replace(problem, budget=problem.budget.limit(work=work))
     start = found.numbers if isinstance(found, Chosen) else None
     solved = _solve_directly(limited, reduced, gap=tuning.exact_gap, node_limit=tuning.memory_nodes, start=start)
     if not isinstance(found, Chosen):
@@ -103,8 +104,8 @@ def _choose_by_prices(problem: ChoiceProblem, free: Chosen, tried: Sequence[Numb
     tuning = problem.tuning
     strict = dataclasses.replace(tuning, good_enough=min(tuning.good_enough, tuning.cheap_gap))
     quick = dataclasses.replace(problem, tuning=strict, is_quick=True)
-    priced = _try_prices(quick, [free.numbers, *tried], free.lower_bound_s)
-    if not problem.is_quick and not _is_settled(problem, priced):
+    priced = _try_prices(quick, [free.numbers, *tried], max(free.lower_bound_s, problem.at_least_s))
+    if not (problem.is_quick or priced.is_exact or _is_settled(problem, priced)):
         known = [free.numbers, *tried, *(trial.numbers for trial in priced.trials)]
         priced = _try_prices(problem, known, priced.lower_bound_s)
     if priced.lower_bound_s >= problem.cutoff_s:

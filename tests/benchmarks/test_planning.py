@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.cost_model.hardware import find_cluster
+from autopar.inter_op.one_mesh import plan_on_one_mesh
 from autopar.intra_op.planner import plan_step
 from autopar.intra_op.request import logical_meshes
 from autopar.solver.budget import SECONDS_PER_UNIT
@@ -163,3 +164,15 @@ def test_a_flow_of_tiny_operations_takes_the_solver_little_work_and_a_third_axis
     planned = {one.mesh_shape for one in plan.candidates if one.step_s is not None}
     assert (8,) in planned
     assert max(map(len, planned)) <= 2
+
+
+@pytest.mark.parametrize(("share", "most_s"), [(None, 0.05), (0.9, 0.6)])
+def test_fourteen_operations_take_the_solver_as_little_work_as_a_run_repays(load, share, most_s):
+    """Of a mesh of three axes their classes give a bound near the plan's; what is open within 0.9 of the memory is left open."""
+    program = load("small_programs").operations(share)
+    limit = program.wishes.get("memory_limit_bytes")
+    request = dataclasses.replace(request_on(find_cluster("cpu")), meshes=logical_meshes(8), memory_limit_bytes=limit)
+    traced = traced_step(program.state, program.batch, fun=program.step)
+    found = plan_on_one_mesh(traced, request, num_microbatches=1, recompute="none", devices=8)
+    assert request.budget.spent * SECONDS_PER_UNIT < most_s
+    assert found.plan.lower_bound_s > 0.7 * found.plan.step_s

@@ -1,10 +1,12 @@
 """Meshes are left only where that is right, side by side or one after the other, with time and without."""
 
 import dataclasses
+import itertools
 import math
 
 import pytest
 
+from autopar.cost_model.hardware import find_cluster
 from autopar.errors import OutOfMemoryError
 from autopar.inter_op.one_mesh import Slower, plan_on_one_mesh
 from autopar.intra_op import compare_meshes
@@ -13,7 +15,7 @@ from autopar.intra_op.lowering.named_strategies import choose_by_name
 from autopar.intra_op.mesh_search import MeshSearch
 from autopar.intra_op.out_of_memory import NothingFits
 from autopar.intra_op.planner import plan_step, plan_way
-from autopar.intra_op.request import logical_meshes
+from autopar.intra_op.request import distinct_meshes, logical_meshes
 from autopar.intra_op.restore import restore
 from autopar.intra_op.tuning import Tuning
 from autopar.layouts.mesh import LogicalMesh
@@ -302,3 +304,21 @@ def test_a_mesh_beside_a_plan_takes_hardly_more_work_than_it_may_repay(monkeypat
     most, spent = taken[2, 2, 2]
     assert most == pytest.approx(0.05 / SECONDS_PER_UNIT, rel=0.1)
     assert most / 10 < spent < 5 * most
+
+
+@pytest.mark.parametrize(("cluster", "devices"), [("p4d.24xlarge", 16), ("dgx-h100", 32), ("p3.16xlarge", 16)])
+def test_meshes_are_left_out_that_another_equals_but_for_the_order_of_its_last_axes(cluster, devices):
+    """Whatever is exchanged along some axes takes as long along the axes of the same sizes of the mesh that stays."""
+    request = dataclasses.replace(request_on(find_cluster(cluster)), meshes=logical_meshes(devices))
+    left = distinct_meshes(request, is_free=True)
+    dropped = [mesh for mesh in request.meshes if mesh not in left]
+    assert bool(dropped) == (cluster != "p3.16xlarge")  # whose devices have links of two kinds
+    for mesh in dropped:
+        (same,) = [one for one in left if one.shape[0] == mesh.shape[0] and sorted(one.shape) == sorted(mesh.shape)]
+        costs, others = (request.cluster.mesh_costs(one.shape) for one in (mesh, same))
+        swap = (0, 2, 1)
+        for axes in itertools.chain.from_iterable(itertools.combinations(range(3), count) for count in (1, 2, 3)):
+            swapped = tuple(sorted(swap[axis] for axis in axes))
+            assert costs.all_reduce_s(1e6, axes) == pytest.approx(others.all_reduce_s(1e6, swapped))
+            assert costs.all_to_all_s(1e6, axes) == pytest.approx(others.all_to_all_s(1e6, swapped))
+    assert distinct_meshes(request, is_free=False) == list(request.meshes)

@@ -1,5 +1,6 @@
 """A budget that ends anywhere leaves a legal choice or `Unfinished`, with a bound that is one; equal work, equal results."""
 
+import dataclasses
 import itertools
 import math
 import os
@@ -9,9 +10,11 @@ import numpy as np
 import pytest
 
 from autopar.solver.budget import Budget, Flag, LateError, Least
+from autopar.solver.integer_program import Solved
 from autopar.solver.outcomes import Chosen, DoesNotFit, Outcome, Unfinished
 from autopar.solver.problem import ChoiceProblem, Costs, MemoryRow
 from autopar.solver.solve import choose
+from autopar.solver.tuning import TUNING
 from tests.solver.problems import least_value, value_of
 
 COUNT, CHOICES = 7, 3
@@ -112,3 +115,49 @@ def test_the_least_that_anybody_told_is_known_to_all_forks() -> None:
     assert least.value == 3.0
     assert Least(2.0).value == 2.0
     assert Least(math.inf).value == math.inf
+
+
+def search_alone(**changes: float) -> ChoiceProblem:
+    """A problem that neither elimination nor the integer program takes off dual ascent."""
+    tuning = dataclasses.replace(TUNING, small_pairs=0, entries=0.0, **changes)
+    return dataclasses.replace(problem(3, None, Budget()), tuning=tuning)
+
+
+def test_a_gap_is_closed_as_far_as_it_is_worth_and_the_choice_is_legal_all_the_same() -> None:
+    spent, gaps = [], []
+    for gap_work in (0.0, 1e4, 1e6, math.inf):
+        asked = search_alone(gap_work=gap_work, least_gap_work=0.0)
+        found = choose(asked)
+        assert_legal(found, asked)
+        assert isinstance(found, Chosen)
+        spent.append(asked.budget.spent)
+        gaps.append(found.seconds - found.lower_bound_s)
+    assert spent == sorted(spent)
+    assert spent[0] < spent[-1]
+    assert gaps[0] > 1e-3 > gaps[-1]
+
+
+def test_a_bound_that_is_known_before_closes_the_gap() -> None:
+    asked = search_alone(gap_work=0.0, least_gap_work=0.0)
+    best = least_value(list(asked.costs.nodes.values()), asked.costs.edges)
+    alone, told = choose(asked), choose(dataclasses.replace(asked, at_least_s=0.99 * best))
+    assert isinstance(alone, Chosen)
+    assert isinstance(told, Chosen)
+    assert alone.lower_bound_s < 0.98 * best
+    assert told.lower_bound_s == pytest.approx(0.99 * best)
+
+
+def test_an_integer_program_that_ends_early_does_not_take_the_place_of_a_better_choice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked, alone = search_alone(), choose(search_alone(gap_work=0.0, least_gap_work=0.0))
+    assert isinstance(alone, Chosen)
+
+    def end_early(costs: Costs, **_: object) -> Solved:
+        return Solved({v: int(np.argmax(cost)) for v, cost in costs.nodes.items()}, -math.inf)
+
+    monkeypatch.setattr("autopar.solver.search.solve_integer_program", end_early)
+    found = choose(asked)
+    assert isinstance(found, Chosen)
+    assert found.seconds <= alone.seconds
+    assert found.lower_bound_s == pytest.approx(alone.lower_bound_s)

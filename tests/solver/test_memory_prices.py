@@ -2,15 +2,17 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
+from autopar.solver import within_memory
 from autopar.solver.memory_prices import price_memory
 from autopar.solver.outcomes import Chosen, DoesNotFit, Outcome
 from autopar.solver.problem import ChoiceProblem, Costs, MemoryRow
 from autopar.solver.repeated_layers import tie_layers
-from autopar.solver.search import Found
+from autopar.solver.search import Found, search
 from autopar.solver.solve import choose
 from autopar.solver.tuning import Tuning
 from autopar.solver.within_memory import mix_choices
@@ -51,6 +53,9 @@ def test_prices_reach_the_best_bound_that_prices_can(seed: int) -> None:
     assert priced.best is not None
     assert row.used(priced.best.numbers) <= limit
     assert [trial.seconds for trial in priced.trials] == sorted(trial.seconds for trial in priced.trials)
+    assert priced.is_exact
+    rough = price_memory(problem, [(0,) * 12], 0.0, solve=lambda costs: dataclasses.replace(solve(costs), gap=1e-6))
+    assert not rough.is_exact
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -99,3 +104,21 @@ def test_alike_layers_take_turns_where_memory_is_a_little_short() -> None:
     assert isinstance(found, Chosen)
     assert row.used(found.numbers) <= limit
     assert found.seconds <= 1.03 * free.seconds, "all layers changed where a few were enough"
+
+
+def test_prices_that_were_searched_to_the_optimum_are_not_searched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    costs, row = knapsack(12)
+    tried: list[bool] = []
+
+    def note(*args: Any, is_quick: bool, **given: Any) -> Found:
+        tried.append(is_quick)
+        found = search(*args, is_quick=is_quick, **given)
+        assert isinstance(found, Found)
+        return dataclasses.replace(found, gap=gap)
+
+    monkeypatch.setattr(within_memory, "search", note)
+    for gap in (0.0, 1e-3):
+        tried.clear()
+        found = choose_of(costs, {}, rows=[row], limit_bytes=0.5 * row.used([0] * 12), tuning=Tuning(tiny_pairs=-1))
+        assert isinstance(found, Chosen)
+        assert all(tried) == (gap == 0)

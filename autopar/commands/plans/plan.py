@@ -58,9 +58,9 @@ def plan(options: argparse.Namespace) -> int:
                 if not options.conflict:
                     raise
                 return _print_conflict(error, deadline, options, interruption)
+            if output is not None:
+                save(output, found.to_json())
     atexit.register(gc.freeze)  # or the interpreter looks for garbage in all that was planned before it ends
-    if output is not None:
-        save(output, found.to_json())
     console = reports(as_json=options.json)
     answers = {name: getattr(found, name)() for name in ("classic", "what_if") if getattr(options, name)}
     _print(found, options, console, answers)

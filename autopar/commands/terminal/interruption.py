@@ -1,9 +1,9 @@
 """Ctrl-C while a plan is sought: the first ends the search with the best plan so far, the second ends the command at once.
 
 SIGTERM does the same. The command prints that plan and ends with the exit status of an interrupted one, 130 or 143, so that a
-script does not go on as if nothing had happened. Before a search is under way there is no plan to wait for: the first signal
-ends the command. What comes after the search may be stopped in its own way (`stopping_by`). What can go wrong: the search has no
-plan yet; its error is printed, and the status is the same.
+script does not go on as if nothing had happened. Before a search has begun there is no plan to wait for: the first signal ends
+the command. One that comes when the search has just ended finds its plan. What comes after the search may be stopped in its own
+way (`stopping_by`). What can go wrong: the search has no plan yet; its error is printed, and the status is the same.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 from autopar.errors import AutoparError
-from autopar.progress import Progress, tell
+from autopar.progress import Progress, listening, tell
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -27,7 +27,11 @@ class Interruption:
     def __init__(self, stop: Callable[[], bool]) -> None:
         """Nothing has come yet; `stop` ends the search with what it has, and says whether there was one."""
         self.number: int | None = None
-        self._stop = stop
+        self._stop, self._has_begun = stop, False
+
+    def hear(self, progress: Progress) -> None:
+        """Note that a search has begun."""
+        self._has_begun = self._has_begun or (progress.phase or "").startswith("planning")
 
     def finish(self, words: str = "the plan is the best that was found so far") -> None:
         """End the command if it was interrupted: KeyboardInterrupt after Ctrl-C, SystemExit after SIGTERM."""
@@ -51,7 +55,7 @@ class Interruption:
             _raise(number)
         self.number = number
         tell(Progress(stopping="stopping, once more ends at once"))
-        if not self._stop():
+        if not (self._stop() or self._has_begun):
             _raise(number)
 
 
@@ -65,7 +69,8 @@ def interruptible(stop: Callable[[], bool]) -> Iterator[Interruption]:
     heard = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     before = [(number, signal.signal(number, interruption.on_signal)) for number in heard]
     try:
-        yield interruption
+        with listening(interruption.hear):
+            yield interruption
     except AutoparError as error:
         if interruption.number is None:
             raise

@@ -74,7 +74,7 @@ def strategies_of(
     `monoids` are those that an operation which only moves data may carry. `exchanges`: whether devices may exchange something
     within the operation. `every_order`: whether the axes that share a factor come in every order, or in the mesh's alone.
     """
-    sizes = dict(rule.sizes)
+    layouts, sizes = _Layouts(rule, mesh), dict(rule.sizes)
     jobs: list[list[_Job]] = []
     for axis, size in enumerate(mesh.shape):
         parts = [(f,) for f in rule.shardable()] + [*(rule.together if exchanges else ())] if size > 1 else []
@@ -85,7 +85,7 @@ def strategies_of(
     found: dict[ShardingStrategy, None] = {}
     for choice in itertools.product(*jobs):
         for factor_axes in _orders(choice, rule, every_order=every_order):
-            strategy = _strategy(rule, mesh, sizes, choice, factor_axes)
+            strategy = layouts.strategy(choice, factor_axes)
             if strategy is not None:
                 found[strategy] = None
     return tuple(found)
@@ -112,57 +112,66 @@ def _in_one_order(several: Sequence[Axes]) -> bool:
     return len({tuple(axis for axis in axes if axis in common) for axes in several}) == 1
 
 
-def _strategy(
-    rule: FactorRule, mesh: LogicalMesh, sizes: Mapping[str, int], jobs: Sequence[_Job], factor_axes: dict[str, Axes]
-) -> ShardingStrategy | None:
-    if not all(mesh.divides(axes, sizes[f]) for f, axes in factor_axes.items()):
-        return None
-    for operand in (*rule.inputs, *rule.outputs):
-        if not _blocks(operand, mesh, sizes, factor_axes):
+class _Layouts:
+    """What follows from the jobs of a mesh's axes under one rule, with all that is the same for every choice looked up once."""
+
+    def __init__(self, rule: FactorRule, mesh: LogicalMesh) -> None:
+        self.rule, self.mesh, self.sizes, self.reduced = rule, mesh, dict(rule.sizes), dict(rule.reduced)
+        operands = (*rule.inputs, *rule.outputs)
+        self.present = [frozenset(factor for dim in operand for factor in dim) for operand in operands]
+        numbers = (*range(len(rule.inputs)), *[None] * len(rule.outputs))
+        self.operands = list(zip(operands, self.present, numbers, strict=True))
+        self.compound = {pair for operand in operands for dim in operand for pair in itertools.pairwise(dim)}
+
+    def strategy(self, jobs: Sequence[_Job], factor_axes: Mapping[str, Axes]) -> ShardingStrategy | None:
+        """The strategy; None if it is not legal."""
+        mesh, sizes = self.mesh, self.sizes
+        for factor, axes in factor_axes.items():
+            if len(axes) > 1 and not mesh.divides(
+                axes, sizes[factor]
+            ):  # of single axes only those that divide have the job
+                return None
+        for before, factor in self.compound:
+            if factor in factor_axes and mesh.ways(factor_axes.get(before, ())) != sizes[before]:
+                return None  # a shard would not be one contiguous block
+        busy = [(axis, job) for axis, job in enumerate(jobs) if job.factors or job.monoid]
+        layouts = [
+            Layout(_dims(operand, factor_axes), self._partial(busy, present, number))
+            for operand, present, number in self.operands
+        ]
+        if any(layout.mixes_monoids for layout in layouts if layout.partial):
             return None
-    inputs = tuple(
-        Layout(_dims(operand, factor_axes), _partial(rule, jobs, operand, number))
-        for number, operand in enumerate(rule.inputs)
-    )
-    outputs = tuple(
-        Layout(_dims(operand, factor_axes), _partial(rule, jobs, operand, None)) for operand in rule.outputs
-    )
-    if any(layout.mixes_monoids for layout in (*inputs, *outputs)):
-        return None
-    ways = mesh.ways({axis for axes in factor_axes.values() for axis in axes})
-    return ShardingStrategy(tuple(sorted(factor_axes.items())), inputs, outputs, ways)
+        ways = mesh.ways({axis for axes in factor_axes.values() for axis in axes})
+        split = len(self.rule.inputs)
+        return ShardingStrategy(
+            tuple(sorted(factor_axes.items())), tuple(layouts[:split]), tuple(layouts[split:]), ways
+        )
+
+    def _partial(
+        self, busy: Sequence[tuple[int, _Job]], present: frozenset[str], input_number: int | None
+    ) -> tuple[tuple[int, str], ...]:
+        """Partial axes of one operand: `input_number` is None for outputs.
+
+        An axis that shards factors which go together leaves no partial sums where the operand has one of them.
+        """
+        reduced, rule = self.reduced, self.rule
+        entries = []
+        for axis, job in busy:
+            monoids = [] if present.intersection(job.factors) else [reduced[f] for f in job.factors if f in reduced]
+            if monoids and (input_number is None or input_number in rule.seeds):
+                entries.append((axis, monoids[0]))
+            elif job.monoid and (input_number is None or input_number in job.group):
+                entries.append((axis, job.monoid))
+        return tuple(entries)
 
 
 def _dims(operand: Operand, factor_axes: Mapping[str, Axes]) -> tuple[Axes, ...]:
-    return tuple(tuple(axis for factor in dim for axis in factor_axes.get(factor, ())) for dim in operand)
-
-
-def _blocks(operand: Operand, mesh: LogicalMesh, sizes: Mapping[str, int], factor_axes: Mapping[str, Axes]) -> bool:
-    """Whether every shard of every dimension is one contiguous block."""
-    for dim in operand:
-        for before, factor in itertools.pairwise(dim):
-            if factor_axes.get(factor) and mesh.ways(factor_axes.get(before, ())) != sizes[before]:
-                return False
-    return True
-
-
-def _partial(
-    rule: FactorRule, jobs: Sequence[_Job], operand: Operand, input_number: int | None
-) -> tuple[tuple[int, str], ...]:
-    """Partial axes of one operand: `input_number` is None for outputs.
-
-    An axis that shards factors which go together leaves no partial sums where the operand has one of them.
-    """
-    reduced = dict(rule.reduced)
-    present = {factor for dim in operand for factor in dim}
-    entries = []
-    for axis, job in enumerate(jobs):
-        monoids = [] if present.intersection(job.factors) else [reduced[f] for f in job.factors if f in reduced]
-        if monoids and (input_number is None or input_number in rule.seeds):
-            entries.append((axis, monoids[0]))
-        elif job.monoid and (input_number is None or input_number in job.group):
-            entries.append((axis, job.monoid))
-    return tuple(entries)
+    return tuple(
+        [
+            factor_axes.get(dim[0], ()) if len(dim) == 1 else tuple([a for f in dim for a in factor_axes.get(f, ())])
+            for dim in operand
+        ]
+    )
 
 
 def most_divided(strategies: Sequence[ShardingStrategy]) -> tuple[ShardingStrategy, ...]:

@@ -1,5 +1,6 @@
 """Ctrl-C and SIGTERM while a plan is sought: when they end the command at once, and when with the best plan so far."""
 
+import pkgutil
 import re
 import signal
 import subprocess
@@ -50,6 +51,30 @@ def test_the_plan_so_far_is_written_where_asked(tmp_path):
     with sent("planning on one mesh", signal.SIGINT):
         assert run("plan", "mlp", *SMALL, "--devices", "2", "-o", file) == 130
     assert Plan.from_json(file.read_text()).mesh_shape == (2,)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("late", ["autopar.api.find_unlisted", "autopar.commands.plans.plan.save"])
+def test_a_signal_that_comes_when_the_search_has_just_ended_does_not_cost_its_plan(
+    late, number, status, tmp_path, monkeypatch
+):
+    file, usual = tmp_path / "plan.json", pkgutil.resolve_name(late)
+
+    def interrupted(*args, **kwargs):
+        signal.raise_signal(number)
+        return usual(*args, **kwargs)
+
+    monkeypatch.setattr(late, interrupted)
+    assert ended(lambda: run("plan", "mlp", *SMALL, "--devices", "2", "-o", file)) == status
+    assert Plan.from_json(file.read_text()).num_devices == 2
+
+
+def ended(command):
+    """The exit status of a command."""
+    try:
+        return command()
+    except SystemExit as end:
+        return end.code
 
 
 @pytest.mark.parametrize("phase", ["building", "tracing"])
