@@ -348,9 +348,10 @@ class _Ways:
 
         `excess`: how many times the memory that is left for temporaries those of the step in one microbatch take.
         """
-        place = self._place_of(excess)
+        place = last = self._place_of(excess)
         here, is_first = None, True
         while place < len(self._counts) and here is None and (is_first or self._attempts.goes_on()):
+            failed, last = last, place
             here, is_first = self._plan(place), False
             if self._mixes_examples or self._attempts.is_over:
                 return
@@ -360,13 +361,15 @@ class _Ways:
             further = self._counts[place] * self._attempts.shared.excess
             place = max(place + 1, self._place_of(further) if math.isfinite(further) else place + 1)
         if isinstance(here, PlannedStep):
+            self._descend(last, fits=last > failed + 1)
             self._climb(place)
 
-    def _descend(self, place: int) -> None:
-        """Fewer microbatches, whose examples meet the constraints, down to a number that did not fit."""
+    def _descend(self, place: int, *, fits: bool = False) -> None:
+        """Fewer microbatches, down to a number that did not fit, until examples meet the constraints or as long as `fits`."""
         fewer = iter(range(place - 1, max((tried for tried in self._tried if tried < place), default=-1), -1))
-        while self._attempts.has_too_few_examples and not self._attempts.is_over and (place := next(fewer, -1)) >= 0:
-            self._plan(place)
+        is_over, lacks = (lambda: self._attempts.is_over), (lambda: self._attempts.has_too_few_examples)
+        while (fits or lacks()) and not is_over() and (place := next(fewer, -1)) >= 0:
+            fits = isinstance(self._plan(place), PlannedStep) and fits
 
     def _climb(self, place: int) -> None:
         """More microbatches, as long as each number is faster than the one before and the limit still costs much."""

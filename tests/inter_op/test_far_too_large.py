@@ -120,6 +120,24 @@ def test_what_looks_best_by_its_layers_is_planned_first_where_one_microbatch_doe
     assert planned(traced, 10**8, large=0, promising=promising)[1] == (1,)
 
 
+@pytest.mark.parametrize(("fitting", "tried"), [(4, [2, 16, 8, 4]), (16, [2, 16, 8]), (2, [2])])
+def test_numbers_that_were_jumped_over_are_planned_as_long_as_fewer_fit(traced, monkeypatch, fitting, tried):
+    """The first number is a guess; one that does not fit says by how much, which is another."""
+
+    def plan(step, request, shared):
+        WAYS.append(step.microbatches)
+        shared.excess = 8.0
+        if step.microbatches < fitting:
+            raise OutOfMemoryError("", needed_bytes=1.0, tensors=())
+        return plan_way(step, dataclasses.replace(request, memory_limit_bytes=None), SharedSearch())
+
+    monkeypatch.setattr(one_mesh, "plan_way", plan)
+    monkeypatch.setattr(one_mesh, "far_excess", lambda *_: 2.0)
+    monkeypatch.setattr(one_mesh._Attempts, "is_dear", lambda attempts: not attempts._found)
+    planned(traced, 300_000, large=0)
+    assert tried == WAYS
+
+
 def test_where_it_may_fit_one_microbatch_is_planned_first(traced):
     assert planned(traced, 10**8, large=0)[1] == (1,)
 
