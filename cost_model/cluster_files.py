@@ -16,6 +16,7 @@ from autopar.cost_model.cluster_schema import ClusterFileError, check_fields, ch
 from autopar.cost_model.device import AttentionSpeed, Device, MatrixEfficiency, slowest_device
 from autopar.cost_model.json_files import JsonError, parse_json
 from autopar.cost_model.machine import Cluster, NodeKind, Overlap
+from autopar.cost_model.thread_blocks import ThreadBlocks
 from autopar.cost_model.tiers import MeasuredCollective, Tier
 
 if TYPE_CHECKING:
@@ -128,7 +129,14 @@ def _plain_content(content: object) -> object:
 def _device(fields: Fields) -> Device:
     curves = {name: _curves(fields.get(name, {})) for name in ("matrix_efficiency", "convolution_efficiency")}
     attention = tuple(AttentionSpeed(**speed) for speed in fields.get("attention", ()))
-    return Device(**{**fields, **curves, "attention": attention})
+    return Device(**{**fields, **curves, "attention": attention, "thread_blocks": _blocks(fields.get("thread_blocks"))})
+
+
+def _blocks(fields: Fields | None) -> ThreadBlocks | None:
+    if fields is None:
+        return None
+    tiles = tuple((rows, columns) for rows, columns in fields["tiles"])
+    return ThreadBlocks(**{**fields, "tiles": tiles, "formats": tuple(fields["formats"])})
 
 
 def _curves(fields: Fields) -> dict[str, MatrixEfficiency]:
