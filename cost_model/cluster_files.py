@@ -64,7 +64,7 @@ def _cluster(fields: Fields, origin: str) -> Cluster:
         name=fields["name"],
         device=device,
         tiers=tiers,
-        overlap=Overlap(overlap.get("hidden", {}), overlap.get("interference", 0.0)),
+        overlap=Overlap(**overlap),
         node_kinds=kinds,
         joint_reductions=compiler.get("joint_reductions", True),
         all_reduce_latency=compiler.get("all_reduce_latency", 1.0),
@@ -87,7 +87,7 @@ def cluster_to_json(cluster: Cluster, *, about: str, sources: Mapping[str, str])
     fields["tiers"] = [_plain(tier) for tier in network]
     if cluster.usd_per_device_hour is not None:
         fields["usd_per_device_hour"] = cluster.usd_per_device_hour
-    fields["overlap"] = {"hidden": dict(cluster.overlap.hidden), "interference": cluster.overlap.interference}
+    fields["overlap"] = {"hidden": {}, "interference": 0.0, **_plain(cluster.overlap)}
     fields["compiler"] = {
         "joint_reductions": cluster.joint_reductions,
         "all_reduce_latency": cluster.all_reduce_latency,

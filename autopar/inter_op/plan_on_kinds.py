@@ -10,8 +10,8 @@ In: a step, what is left open of a pipeline, a request for a cluster with kinds 
 What is bounded to be slower than the best plan so far is not planned. The costs of layers on a kind of node are the same in all
 searches, and are planned once. The first candidate is planned however long that takes, so it is the one that promises most: all
 kinds together if they divide the work so that it takes far less than on the fastest alone. That one is then planned however late
-it is if the sum of its layers is less than the best plan. What can go wrong: a pipeline that comes back to a kind, or leaves nodes
-out, is no candidate.
+it is if the sum of its layers is less than the best plan. What can go wrong: a pipeline that comes back to a kind, or leaves
+nodes out, is no candidate.
 """
 
 from __future__ import annotations
