@@ -127,7 +127,9 @@ class Device:
         curve = self.convolution_efficiency_of(dtype) if convolution else self.efficiency_of(dtype)
         reached, blocks = curve.of(m, n, k), self._blocks_in(dtype)
         if blocks is not None and not convolution:
-            reached = min(reached, curve.best * k / (k + curve.half[2]) * blocks.filled(m, n, k, batch=batch))
+            of_whole_tiles = curve.best * k / (k + curve.half[2])
+            filled = blocks.filled(m, n, k, batch=batch, enough=reached / of_whole_tiles)
+            reached = min(reached, of_whole_tiles * filled)
         return self.peak_of(dtype) * reached
 
     def padding_s(self, dtype: str, m: float, n: float, k: float, *, batch: float = 1.0) -> float:

@@ -17,7 +17,6 @@ where tensor cores want rows to begin. What can go wrong: a library that pads, o
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 
 ROUNDING = 1e-9
@@ -30,7 +29,7 @@ class ThreadBlocks:
 
     Attributes:
         multiprocessors: How many tiles are worked on at once.
-        tiles: Their sizes in the result.
+        tiles: Their sizes in the result, large ones first.
         step: Elements along k that are multiplied at a time.
         aligned_bytes: Dimensions whose elements are no multiple of this are padded first; 1 if none are.
         formats: The number formats of which this is true.
@@ -42,29 +41,29 @@ class ThreadBlocks:
     aligned_bytes: int = 1
     formats: tuple[str, ...]
 
-    def filled(self, m: float, n: float, k: float, *, batch: float = 1.0) -> float:
-        """The part of the multiply-adds done that `batch` products (m, k) x (k, n) need; see the module."""
-        return _filled(self, m, n, k, batch)
+    def filled(self, m: float, n: float, k: float, *, batch: float = 1.0, enough: float = 1.0) -> float:
+        """The part of the multiply-adds done that `batch` products (m, k) x (k, n) need; see the module.
+
+        Once a way to cut them fills `enough`, other ways are not looked at. Parts of k are tried while there are fewer tiles than
+        multiprocessors and each part has a step.
+        """
+        needed, most = batch * m * n * k / (self.multiprocessors * self.step), 0.0
+        for rows, columns in reversed(self.tiles):
+            tiles, parts = batch * _ceil(m / rows) * _ceil(n / columns), 1
+            while True:
+                waves = _ceil(tiles * parts / self.multiprocessors)
+                most = max(most, needed / (waves * rows * columns * _ceil(k / (parts * self.step))))
+                if most >= enough:
+                    return min(1.0, most)
+                if tiles * parts >= self.multiprocessors or k <= parts * self.step:
+                    break
+                parts *= 2
+        return min(1.0, most)
 
     def padded_elements(self, m: float, n: float, k: float, *, batch: float = 1.0, itemsize: int) -> float:
         """Elements of the operands of `batch` products (m, k) x (k, n) that are copied, with zeros beside them, first."""
         m_padded, n_padded, k_padded = (round(size) * itemsize % self.aligned_bytes != 0 for size in (m, n, k))
         return batch * k * (m * (m_padded or k_padded) + n * (n_padded or k_padded))
-
-
-@functools.lru_cache(maxsize=2**16)
-def _filled(blocks: ThreadBlocks, m: float, n: float, k: float, batch: float) -> float:
-    """Parts of k are tried while there are fewer tiles than multiprocessors and each part has a step."""
-    least = math.inf
-    for rows, columns in blocks.tiles:
-        tiles, parts = batch * _ceil(m / rows) * _ceil(n / columns), 1
-        while True:
-            waves = _ceil(tiles * parts / blocks.multiprocessors)
-            least = min(least, waves * rows * columns * _ceil(k / (parts * blocks.step)))
-            if tiles * parts >= blocks.multiprocessors or k <= parts * blocks.step:
-                break
-            parts *= 2
-    return min(1.0, batch * m * n * k / (blocks.multiprocessors * least * blocks.step))
 
 
 def _ceil(size: float) -> int:
