@@ -33,9 +33,11 @@ def roofline_s(
     arithmetic_s, beside_s = flops / device.flops_per_s_of(dtype), 0.0
     if sizes is not None and flops > 0 and min(sizes) > 0:
         batch, m, n, k = product_shape(flops, *sizes)
-        is_product = batch > 1 - ROUNDING  # the operand of a convolution has fewer elements than the product that it is
-        arithmetic_s = flops / device.product_flops_per_s(dtype, m, n, k, batch=batch, convolution=not is_product)
-        beside_s = device.padding_s(dtype, m, n, k, batch=batch) if is_product else 0.0
+        if batch > 1 - ROUNDING:
+            arithmetic_s = flops / device.product_flops_per_s(dtype, m, n, k, batch=batch)
+            beside_s = device.padding_s(dtype, m, n, k, batch=batch)
+        else:  # a convolution, whose operand has fewer elements than that of the product that it is
+            arithmetic_s = flops / (device.peak_of(dtype) * device.efficiency_of(dtype).of(m, n, k))
     memory_s = moved_bytes / device.sustained_bytes_per_s
     beside_s += reordered_bytes * device.reorder_s_per_byte + random_bytes * device.random_s_per_byte
     return max(arithmetic_s, memory_s) + beside_s + (device.launch_s if launched else 0.0)

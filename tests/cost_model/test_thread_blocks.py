@@ -130,6 +130,10 @@ def test_a_convolution_is_not_cut_as_a_product():
     given = {"flops": 2.0 * pixels * 9 * channels * channels, "moved_bytes": 1.0, "dtype": "float16", "launched": False}
     sizes = (pixels * channels, 9 * channels * channels, pixels * channels)
     assert roofline_s(A100, **given, sizes=sizes) == roofline_s(plain, **given, sizes=sizes)
+    assert roofline_s(A100, **given, sizes=sizes) == pytest.approx(
+        given["flops"]
+        / (A100.peak_of("float16") * A100.efficiency_of("float16").of(pixels, 9 * channels, 9 * channels))
+    )
     as_product = (pixels * 9 * channels, 9 * channels * channels, pixels * channels)
     assert roofline_s(A100, **given, sizes=as_product) > roofline_s(plain, **given, sizes=as_product)
 
@@ -139,6 +143,14 @@ def test_unlike_devices_in_lockstep_have_the_tiles_of_the_slower_one():
     assert slowest_device([A100, v100]).thread_blocks == v100.thread_blocks
     assert slowest_device([A100, h100]).thread_blocks == A100.thread_blocks
     assert slowest_device([A100, preset("cpu").device]).thread_blocks is None
+
+
+def test_a_convolution_is_priced_as_a_product_of_its_shape_by_the_planner():
+    """What convolutions reach apart from that, the replay of published runs adds."""
+    v100 = preset("p3.16xlarge").device
+    given = {"flops": 2.0 * 9 * 64 * 64 * 6400, "moved_bytes": 1.0, "dtype": "float32", "launched": False}
+    rate = v100.peak_of("float32") * v100.efficiency_of("float32").of(6400, 9 * 64, 9 * 64)
+    assert roofline_s(v100, **given, sizes=(6400 * 64, 9 * 64 * 64, 6400 * 64)) == pytest.approx(given["flops"] / rate)
 
 
 @pytest.mark.parametrize("odd", [1023, 1000])
