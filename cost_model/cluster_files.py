@@ -16,6 +16,7 @@ from autopar.cost_model.cluster_schema import ClusterFileError, check_fields, ch
 from autopar.cost_model.device import AttentionSpeed, Device, MatrixEfficiency, slowest_device
 from autopar.cost_model.json_files import JsonError, parse_json
 from autopar.cost_model.machine import Cluster, NodeKind, Overlap
+from autopar.cost_model.thread_blocks import ThreadBlocks
 from autopar.cost_model.tiers import MeasuredCollective, Tier
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def _cluster(fields: Fields, origin: str) -> Cluster:
         name=fields["name"],
         device=device,
         tiers=tiers,
-        overlap=Overlap(overlap.get("hidden", {}), overlap.get("interference", 0.0)),
+        overlap=Overlap(**overlap),
         node_kinds=kinds,
         joint_reductions=compiler.get("joint_reductions", True),
         all_reduce_latency=compiler.get("all_reduce_latency", 1.0),
@@ -86,7 +87,7 @@ def cluster_to_json(cluster: Cluster, *, about: str, sources: Mapping[str, str])
     fields["tiers"] = [_plain(tier) for tier in network]
     if cluster.usd_per_device_hour is not None:
         fields["usd_per_device_hour"] = cluster.usd_per_device_hour
-    fields["overlap"] = {"hidden": dict(cluster.overlap.hidden), "interference": cluster.overlap.interference}
+    fields["overlap"] = {"hidden": {}, "interference": 0.0, **_plain(cluster.overlap)}
     fields["compiler"] = {
         "joint_reductions": cluster.joint_reductions,
         "all_reduce_latency": cluster.all_reduce_latency,
@@ -128,7 +129,14 @@ def _plain_content(content: object) -> object:
 def _device(fields: Fields) -> Device:
     curves = {name: _curves(fields.get(name, {})) for name in ("matrix_efficiency", "convolution_efficiency")}
     attention = tuple(AttentionSpeed(**speed) for speed in fields.get("attention", ()))
-    return Device(**{**fields, **curves, "attention": attention})
+    return Device(**{**fields, **curves, "attention": attention, "thread_blocks": _blocks(fields.get("thread_blocks"))})
+
+
+def _blocks(fields: Fields | None) -> ThreadBlocks | None:
+    if fields is None:
+        return None
+    tiles = tuple((rows, columns) for rows, columns in fields["tiles"])
+    return ThreadBlocks(**{**fields, "tiles": tiles, "formats": tuple(fields["formats"])})
 
 
 def _curves(fields: Fields) -> dict[str, MatrixEfficiency]:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 
 from autopar.cost_model.device import Device
-from autopar.cost_model.machine import Cluster
+from autopar.cost_model.thread_blocks import ROUNDING
 
 
 def roofline_s(
-    cluster: Cluster,
+    device: Device,
     *,
     flops: float,
     moved_bytes: float,
@@ -27,16 +27,19 @@ def roofline_s(
     """max(flops / reached, bytes / bandwidth), plus the launch time of an operation that is not fused into another.
 
     `sizes`: elements of the left operand, the right operand and the result, of an operation that multiplies matrices or
-    convolves; its efficiency then depends on its shape. `reordered_bytes` of its operands are copied first, in another order of
-    dimensions; `random_bytes` of its result are drawn.
+    convolves; its efficiency then depends on its shape, and operands may be padded. `reordered_bytes` of its operands are copied
+    first, in another order of dimensions; `random_bytes` of its result are drawn.
     """
-    device = cluster.device
-    arithmetic_s = flops / device.flops_per_s_of(dtype)
+    arithmetic_s, beside_s = flops / device.flops_per_s_of(dtype), 0.0
     if sizes is not None and flops > 0 and min(sizes) > 0:
-        _, m, n, k = product_shape(flops, *sizes)
-        arithmetic_s = flops / (device.peak_of(dtype) * device.efficiency_of(dtype).of(m, n, k))
+        batch, m, n, k = product_shape(flops, *sizes)
+        if batch > 1 - ROUNDING:
+            arithmetic_s = flops / device.product_flops_per_s(dtype, m, n, k, batch=batch)
+            beside_s = device.padding_s(dtype, m, n, k, batch=batch)
+        else:  # a convolution, whose operand has fewer elements than that of the product that it is
+            arithmetic_s = flops / (device.peak_of(dtype) * device.efficiency_of(dtype).of(m, n, k))
     memory_s = moved_bytes / device.sustained_bytes_per_s
-    beside_s = reordered_bytes * device.reorder_s_per_byte + random_bytes * device.random_s_per_byte
+    beside_s += reordered_bytes * device.reorder_s_per_byte + random_bytes * device.random_s_per_byte
     return max(arithmetic_s, memory_s) + beside_s + (device.launch_s if launched else 0.0)
 
 
@@ -55,7 +58,7 @@ def matrix_product_s(
     device: Device, m: float, n: float, k: float, *, dtype: str, itemsize: int, batch: float = 1.0
 ) -> float:
     """Seconds of `batch` products (m, k) x (k, n): the larger of arithmetic at this shape's efficiency and memory traffic."""
-    arithmetic_s = 2 * batch * m * n * k / (device.peak_of(dtype) * device.efficiency_of(dtype).of(m, n, k))
+    arithmetic_s = 2 * batch * m * n * k / device.product_flops_per_s(dtype, m, n, k, batch=batch)
     memory_s = batch * itemsize * (m * k + k * n + m * n) / device.sustained_bytes_per_s
     return max(arithmetic_s, memory_s) + device.launch_s
 

@@ -6,6 +6,10 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 
+from autopar.cost_model.thread_blocks import ThreadBlocks
+
+_ITEMSIZE = {"float16": 2, "bfloat16": 2, "float8": 1}
+
 
 @dataclasses.dataclass(frozen=True)
 class MatrixEfficiency:
@@ -73,6 +77,7 @@ class Device:
             replay alone.
         attention: What such a kernel sustains, by the width of a head, narrow ones first; without any, what products of its
             shape reach. Read by the replay alone.
+        thread_blocks: How its libraries cut products into tiles; None if nothing is known of it.
     """
 
     name: str
@@ -92,6 +97,7 @@ class Device:
     sustained: Mapping[str, float] = dataclasses.field(default_factory=dict)
     host_bytes_per_s: float = 0.0
     attention: tuple[AttentionSpeed, ...] = ()
+    thread_blocks: ThreadBlocks | None = None
 
     def efficiency_of(self, dtype: str) -> MatrixEfficiency:
         """The efficiency of matrix products in `dtype`."""
@@ -109,6 +115,32 @@ class Device:
     def flops_per_s_of(self, dtype: str) -> float:
         """Sustained FLOP/s of large matrix products in `dtype`."""
         return self.peak_of(dtype) * self.efficiency_of(dtype).best
+
+    def product_flops_per_s(
+        self, dtype: str, m: float, n: float, k: float, *, batch: float = 1.0, convolution: bool = False
+    ) -> float:
+        """FLOP/s of `batch` products (m, k) x (k, n): what their shape reaches, and no more than whole waves of tiles allow.
+
+        The curve is a mean over shapes, so a product takes the longer of the two and not both after each other. Convolutions
+        have kernels of their own, of whose tiles nothing is known.
+        """
+        curve = self.convolution_efficiency_of(dtype) if convolution else self.efficiency_of(dtype)
+        reached, blocks = curve.of(m, n, k), self._blocks_in(dtype)
+        if blocks is not None and not convolution:
+            of_whole_tiles = curve.best * k / (k + curve.half[2])
+            filled = blocks.filled(m, n, k, batch=batch, enough=reached / of_whole_tiles)
+            reached = min(reached, of_whole_tiles * filled)
+        return self.peak_of(dtype) * reached
+
+    def padding_s(self, dtype: str, m: float, n: float, k: float, *, batch: float = 1.0) -> float:
+        """Seconds in which operands are copied because of rows that tensor cores do not take as they are."""
+        blocks, itemsize = self._blocks_in(dtype), _ITEMSIZE.get(dtype, 4)
+        copied = 0.0 if blocks is None else blocks.padded_elements(m, n, k, batch=batch, itemsize=itemsize)
+        return 2 * itemsize * copied / self.sustained_bytes_per_s
+
+    def _blocks_in(self, dtype: str) -> ThreadBlocks | None:
+        blocks = self.thread_blocks
+        return blocks if blocks is not None and dtype in blocks.formats else None
 
     def attention_flops_per_s(self, width: float, keys: float, *, backward: bool) -> float | None:
         """FLOP/s of a fused attention kernel for heads of `width`; None if no such kernel is stated.
@@ -158,11 +190,18 @@ def slowest_device(devices: Sequence[Device]) -> Device:
         sustained={dtype: device.sustained[dtype] for dtype, device in weakest.items() if dtype in device.sustained},
         host_bytes_per_s=min(device.host_bytes_per_s for device in devices),
         attention=min((device.attention for device in devices), key=_at_width),
+        thread_blocks=_blocks_of(weakest),
     )
 
 
+def _blocks_of(weakest: Mapping[str, Device]) -> ThreadBlocks | None:
+    """The tiles of the device that is weakest in the formats that it cuts into tiles, if it is one device."""
+    found = {device.thread_blocks for dtype, device in weakest.items() if device._blocks_in(dtype)}
+    return found.pop() if len(found) == 1 else None
+
+
 def fastest_device(devices: Sequence[Device]) -> Device:
-    """A device that does nothing slower than any of `devices`: the best of each figure, for bounds."""
+    """A device that does nothing slower than any of `devices`: the best of each figure, for bounds, and without tiles."""
     formats = {dtype: None for device in devices for dtype in device.peak_flops_per_s}
     roomiest = max(devices, key=lambda d: d.memory_bytes - d.reserved_bytes)
 

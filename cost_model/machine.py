@@ -29,14 +29,19 @@ class Overlap:
         hidden: The part that hides of data-parallel gradient reductions, ZeRO-3 parameter gathers, tensor-parallel
             collectives and pipeline sends; 0 is none.
         interference: Compute that runs beside communication takes (1 + interference) as long.
+        bucket_bytes: Gradients are reduced, and new parameters gathered, in buckets of so many bytes, in the order in which the
+            backward pass makes them, each as soon as it is full. All of `data_parallel` may then hide but for what the order and
+            the compute leave, unless its part in `hidden` is 0, which says that launches block. 0 if it is not stated.
     """
 
     hidden: Mapping[Hidden, float] = dataclasses.field(default_factory=dict)
     interference: float = 0.0
+    bucket_bytes: float = 0.0
 
     def hidden_part(self, kind: Hidden) -> float:
         """The part of this kind's time that compute may hide; 0 for a kind that is not listed."""
-        return self.hidden.get(kind, 0.0)
+        part = self.hidden.get(kind, 0.0)
+        return 1.0 if part and self.bucket_bytes and kind == "data_parallel" else part
 
     def exposed_s(self, kind: Hidden, *, comm_s: float, compute_s: float) -> float:
         """Seconds that `comm_s` adds to `compute_s` beside it: what cannot hide, and the slowing of the compute."""

@@ -56,6 +56,26 @@ def alone(kind: Kind, comm_s: float) -> Communication:
     return Communication(kind, comm_s, comm_s)
 
 
+def in_order(
+    overlap: Overlap, kind: Kind, exchanges: Iterable[tuple[float, float]], *, compute_s: float
+) -> Communication:
+    """Exchanges one after the other, each (seconds of the compute after which it may begin, its own seconds).
+
+        end of one = max(end of the one before, when it may begin) + its seconds
+        exposed    = max(end of the last, compute) - compute, and what the hidden ones slow the compute by
+
+    All of it is waited for if the kind does not hide.
+    """
+    found, end_s = list(exchanges), 0.0
+    total_s = sum(seconds for _, seconds in found)
+    if kind == "expert" or not overlap.hidden_part(kind):
+        return alone(kind, total_s)
+    for begins_s, seconds in found:
+        end_s = max(end_s, begins_s) + seconds
+    exposed_s = max(0.0, end_s - compute_s)
+    return Communication(kind, total_s, exposed_s + overlap.interference * (total_s - exposed_s))
+
+
 def share_compute(parts: Iterable[Communication], compute_s: float) -> list[Communication]:
     """The same where together they hide no more than the compute beside all of them: a second of it hides one second.
 

@@ -8,13 +8,17 @@ In: a step, what is left open of a pipeline, a request for a cluster with kinds 
 - all devices as the slowest of each figure, on one mesh or in stages, as for a cluster whose nodes are alike.
 
 What is bounded to be slower than the best plan so far is not planned. The costs of layers on a kind of node are the same in all
-searches, and are planned once. What can go wrong: a pipeline that comes back to a kind, or leaves nodes out, is no candidate.
+searches, and are planned once. The first candidate is planned however long that takes, so it is the one that promises most: all
+kinds together if they divide the work so that it takes far less than on the fastest alone. That one is then planned however late
+it is if the sum of its layers is less than the best plan. What can go wrong: a pipeline that comes back to a kind, or leaves
+nodes out, is no candidate.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -24,6 +28,7 @@ from autopar.errors import ArgumentError, ConstraintError, OutOfMemoryError, Uns
 from autopar.inter_op.costs_by_kind import KindsInOrder, KnownCosts
 from autopar.inter_op.describe_pipeline import PlannedPipeline, bound_stages
 from autopar.inter_op.dynamic_program.kinds import KindOfNodes, devices_of, kinds_of
+from autopar.inter_op.dynamic_program.submeshes import submeshes
 from autopar.inter_op.plan_pipeline import PipelineWishes
 from autopar.inter_op.search_pipeline import SearchedPipeline, search_pipeline
 from autopar.inter_op.tuning import TUNING, Tuning
@@ -92,20 +97,47 @@ class _OnKinds:
         orders = [
             order for count in range(len(self._kinds), 1, -1) for order in itertools.permutations(self._kinds, count)
         ]
-        self._try([fastest], self._tuning.alone)
-        for order in orders:
+        first = [([fastest], self._tuning.alone), (orders[0], self._tuning.order)]
+        if self._together_s() <= self._tuning.together * self._least_s[fastest.number]:
+            first.reverse()
+        for kinds, share in first:
+            self._try(kinds, share)
+        for order in orders[1:]:
             self._try(order, self._tuning.order)
         for kind in others:
             self._try([kind], self._tuning.alone)
         devices = devices_of(self._kinds)
         if self._best is None:
             return self._plan_alike(self._request, devices)
+        self._plan_late(fastest, self._best)
         if self._may_win(bound_stages(self._traced, self._request, devices), "all devices as the slowest"):
             try:
                 self._offer(self._plan_alike(dataclasses.replace(self._request, has_fallback=True), devices))
             except (ConstraintError, OutOfMemoryError, UnsupportedProgramError, LateError):
                 self._left.append("all devices as the slowest")
         return self._described(self._best, devices)
+
+    def _together_s(self) -> float:
+        """Seconds that no plan on all kinds takes less than, each with its part of the work."""
+        rates = [1 / seconds if seconds else math.inf for seconds in self._least_s.values()]
+        return 1 / sum(rates)
+
+    def _plan_late(self, kind: KindOfNodes, best: Planned) -> None:
+        """Plan one kind alone if there was no time for it, and one stage of its layers takes less than the best plan."""
+        name = _name_of([kind])
+        if name in self._left and self._by_layers_s(kind) * (1 + self._tuning.worth) < best.plan.step_s:
+            self._left.remove(name)
+            self._offer(self._plan_alone(kind, has_fallback=False))
+
+    def _by_layers_s(self, kind: KindOfNodes) -> float:
+        """Seconds of a step in one stage on all nodes of a kind, as the sum of its layers; infinite if these are not planned."""
+        costs, whole = self._known.get(kind.number), submeshes(*kind.part[:2])[-1]
+        counts = [] if costs is None else [count for count in costs.counts if costs.is_planned(count, whole)]
+        found = [math.inf]
+        for count in counts:
+            table = self._known[kind.number].table(count, [whole])
+            found.append(float(count * table.seconds[0, 0, -1] + table.once_s[0, 0, -1]))
+        return min(found)
 
     def _step_s(self) -> float | None:
         return None if self._best is None else self._best.plan.step_s
@@ -123,23 +155,25 @@ class _OnKinds:
 
     def _try(self, kinds: Sequence[KindOfNodes], share: float) -> None:
         """Plan on these kinds of node, in so much of the time that is left, if that may be the fastest."""
-        name = f"stages on {', then '.join(kind.name for kind in kinds)}"
+        name = _name_of(kinds)
         if not self._may_win(self._least_s[kinds[0].number] if len(kinds) == 1 else 0.0, name):
             return
         budget = self._request.budget.part(share)
         own = [dataclasses.replace(kind, request=dataclasses.replace(kind.request, budget=budget)) for kind in kinds]
         try:
-            self._offer(self._plan_alone(own[0]) if len(own) == 1 else self._search(own))
+            self._offer(
+                self._plan_alone(own[0], has_fallback=self._best is not None) if len(own) == 1 else self._search(own)
+            )
         except (ArgumentError, ConstraintError, OutOfMemoryError, UnsupportedProgramError):
             return
         except LateError:
             self._left.append(name)
 
-    def _plan_alone(self, kind: KindOfNodes) -> Planned:
+    def _plan_alone(self, kind: KindOfNodes, *, has_fallback: bool) -> Planned:
         """The plan on the nodes of one kind, whose devices are where the cluster has them."""
         devices = devices_of([kind])
         own = dataclasses.replace(kind.request, meshes=logical_meshes(devices) if self._request.meshes else ())
-        planned = self._plan_alike(dataclasses.replace(own, has_fallback=self._best is not None), devices)
+        planned = self._plan_alike(dataclasses.replace(own, has_fallback=has_fallback), devices)
         name = self._request.cluster.name
         if isinstance(planned, PlannedStep):
             plan = dataclasses.replace(planned.plan, cluster=name, first_device=kind.first_device, node_kind=kind.name)
@@ -185,3 +219,8 @@ class _OnKinds:
         cluster = self._request.cluster
         device = fastest_device([kind.device for kind in cluster.node_kinds])
         return dataclasses.replace(cluster, name=f"{cluster.name}/fastest", device=device, node_kinds=())
+
+
+def _name_of(kinds: Sequence[KindOfNodes]) -> str:
+    """What a plan that was left out is called."""
+    return f"stages on {', then '.join(kind.name for kind in kinds)}"

@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 from autopar.avals import itemsize_of
 from autopar.compat import Var
 from autopar.cost_model.machine import Cluster, Overlap
-from autopar.cost_model.overlap import Kind
-from autopar.intra_op.choices.overlap import find_needs, hide, kind_of, window
+from autopar.intra_op.choices.overlap import Moved, find_needs, hide, kind_of, window
 from autopar.intra_op.lowering.assignment import Assignment
 from autopar.intra_op.lowering.planned_moves import planned_moves
 from autopar.intra_op.memory.compilers import compiler_of
@@ -146,7 +145,7 @@ def task_seconds(step: TracedStep, assignment: Assignment, overlap: Overlap) -> 
     """
     task_of, needs = _tasks(assignment), find_needs(step)
     seconds: dict[TaskName | None, float] = {}
-    moved: list[tuple[TaskName | None, tuple[Kind, float], float]] = []
+    moved: list[tuple[TaskName | None, Moved]] = []
     for eqn, each, trips in assignment.seconds:
         seconds[task_of[eqn]] = seconds.get(task_of[eqn], 0.0) + each * trips
     for planned in planned_moves(assignment):
@@ -158,11 +157,13 @@ def task_seconds(step: TracedStep, assignment: Assignment, overlap: Overlap) -> 
         else:
             kind = kind_of(needs.of(planned.atom), planned.move.kind)
             part = window(kind, planned.move.kind, times=planned.trips, microbatches=step.microbatches)
-            moved.append((task, (kind, part), each * planned.trips))
-    waiting = hide(((*way, each) for _, way, each in moved), compute_s=sum(seconds.values()), overlap=overlap)
-    for task, way, each in moved:
-        exposed = waiting[way].exposed_s / waiting[way].total_s if waiting[way].total_s else 1.0
-        seconds[task] = seconds.get(task, 0.0) + each * exposed
+            size = planned.move.payload(shape, assignment.mesh) * itemsize
+            moved.append((task, Moved(kind, part, each * planned.trips, size * planned.trips)))
+    waiting = hide((one for _, one in moved), compute_s=sum(seconds.values()), overlap=overlap)
+    for task, one in moved:
+        beside = waiting[one.kind, one.part]
+        exposed = beside.exposed_s / beside.total_s if beside.total_s else 1.0
+        seconds[task] = seconds.get(task, 0.0) + one.seconds * exposed
     return seconds
 
 

@@ -76,11 +76,14 @@ class Tuning:
     on 1,024 devices)."""
 
     # Mixed clusters: `plan_on_kinds.py`.
+    together: float = 0.9
+    """Stages on all kinds are planned before the fastest kind alone if their bound is at most this part of that one's. The first
+    plan takes as long as it takes, and the fastest kind's took the whole clock (`benchmarks/mixed_clusters.py`)."""
     alone: float = 0.2
-    """The part of the time that is left for one kind of node alone, whose plan is what stages on several kinds have to beat."""
+    """The part of the time that is left for one kind of node alone."""
     order: float = 0.8
-    """The part of what is left then for stages on the kinds in one order: the fastest kind first. Another order is seldom much
-    better, and has the rest (`benchmarks/mixed_clusters.py`)."""
+    """The part of the time that is left for stages on the kinds in one order: the fastest kind first. Another order is seldom
+    much better, and has the rest (`benchmarks/mixed_clusters.py`)."""
 
     # The dynamic program over layers: `search.py`, `layer_costs.py` and `planned_layers.py`.
     tolerance: float = 1e-3

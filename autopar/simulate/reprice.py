@@ -17,7 +17,7 @@ from autopar.cost_model.collectives import MeshCosts
 from autopar.cost_model.hardware import PRESETS, Cluster
 from autopar.cost_model.overlap import Communication, Kind
 from autopar.inter_op.pipeline_seconds import predict_step_s
-from autopar.intra_op.choices.overlap import hide, window
+from autopar.intra_op.choices.overlap import Moved, hide, window
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import WITHIN, CollectivePlan, Plan
 
@@ -216,7 +216,8 @@ def communication_of(plan: Plan, cluster: Cluster, *, compute_s: float) -> list[
             continue
         kind = cast(Kind, item.overlap)
         part = window(kind, item.kind, times=item.count, microbatches=plan.num_microbatches)
-        found.append((kind, part, item.count * collective_s(item, plan.axis_names, costs)))
+        seconds = item.count * collective_s(item, plan.axis_names, costs)
+        found.append(Moved(kind, part, seconds, item.count * item.bytes))
     return list(hide(found, compute_s=compute_s, overlap=cluster.overlap).values())
 
 

@@ -9,8 +9,8 @@ format they are added up in), stage_layers (such as 3+3+2: the layers of each st
 cluster), shard_ranks (the data ranks among which ZeRO divides states; all if empty), context_parallel (the ranks among which each
 sequence is divided; 1 if empty), context_exchange (all-gather or ring: how these see each other's keys and values),
 reduce_gradients (once a step, or in each microbatch, as under ZeRO 2 and 3 if it is empty), offload (optimizer: its states lie in
-the host's memory; none if empty), overlap (none, gradients or all: what the run's framework let hide; else as the cluster file
-says).
+the host's memory; none if empty), overlap (blocking, none, gradients, tensor or all: what the run's framework let hide; else as
+the cluster file says), bucket_MiB (of gradients that are reduced together, in the order of the backward pass).
 
 For wide_resnet, layers is the depth, hidden the base channels, seq_len the image size, vocab the classes, and ffn_hidden
 the width factor (or hidden times it). What can go wrong: a table of another meaning under these names.
@@ -25,11 +25,13 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import get_args
 
 from autopar.cost_model.hardware import PRESETS, Cluster, find_cluster
 from autopar.errors import ArgumentError
 from autopar.simulate.closed_forms.prices import NARROW, multiplies_narrow
 from autopar.simulate.closed_forms.residual_network import ResidualNetworkShape
+from autopar.simulate.closed_forms.stage_work import OverlapOption
 from autopar.simulate.closed_forms.training_job import KNOWN_DEPTHS, StageLayout, TrainingJob, problems
 from autopar.simulate.closed_forms.transformer_shape import TransformerShape
 
@@ -242,13 +244,14 @@ def _job(reader: _Cells, family: str, cluster: Cluster) -> TrainingJob:
         expert_ranks=reader.whole("ep", empty=1),
         reduce_gradients=reader.word("reduce_gradients", ("once", "each"), empty="usual"),  # type: ignore[arg-type]
         offload=offload,  # type: ignore[arg-type]
+        bucket_bytes=2.0**20 * reader.whole("bucket_MiB", empty=0),
         zero_stage=int(reader.word("zero_stage", ("0", "1", "2", "3"))),
         recompute=reader.word("recompute", ("none", "selective", "dots", "full")),  # type: ignore[arg-type]
         sequence_parallel=reader.word("sequence_parallel", (*_NO, *_YES), empty="0") in _YES,
         precision=precision,  # type: ignore[arg-type]
         fused_attention=attention == "fused",
         accumulate_fp32=reader.word("gradients", ("fp32", "half"), empty="fp32") == "fp32",
-        overlap=reader.word("overlap", ("usual", "none", "gradients", "all"), empty="usual"),  # type: ignore[arg-type]
+        overlap=reader.word("overlap", get_args(OverlapOption), empty="usual"),  # type: ignore[arg-type]
         optimizer=reader.word("optimizer", ("adam", "momentum", "adafactor"), empty=usual),  # type: ignore[arg-type]
     )
 

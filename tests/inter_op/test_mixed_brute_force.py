@@ -18,10 +18,10 @@ from autopar.cost_model.device import Device, slowest_device
 from autopar.cost_model.machine import Cluster, NodeKind
 from autopar.cost_model.tiers import Tier
 from autopar.errors import OutOfMemoryError
-from autopar.inter_op.costs_by_kind import CostsByKind, KindsInOrder
+from autopar.inter_op.costs_by_kind import KindsInOrder
 from autopar.inter_op.describe_pipeline import describe_pipeline
 from autopar.inter_op.dynamic_program.kinds import devices_of, kinds_of
-from autopar.inter_op.dynamic_program.problem import StageProblem
+from autopar.inter_op.dynamic_program.problem import CostTable, StageProblem
 from autopar.inter_op.dynamic_program.submeshes import kind_of, size_of, submeshes
 from autopar.inter_op.plan_pipeline import schedule_for
 from autopar.inter_op.plan_stage import KnownStages
@@ -106,11 +106,17 @@ def problem_of(order, known):
             pass
     limits = {kind.number: kind.request.memory_limit_bytes or math.inf for kind in order}
     first = limits[order[0].number]
-    costs = {number: known[number] for number in limits}
-    bytes_as = {number: first / own if math.isfinite(own) else 1.0 for number, own in limits.items()}
     options = options_of(order)
+    rows = {field.name: [] for field in dataclasses.fields(CostTable)}
+    for option in options:  # a byte is a part of its own kind's memory
+        own = submeshes(*next(kind.part[:2] for kind in order if kind.number == kind_of(option)))
+        table = known[kind_of(option)].table(TIMETABLE.microbatches, own)
+        limit = limits[kind_of(option)]
+        for name, figures in rows.items():
+            scale = first / limit if "bytes" in name and math.isfinite(limit) else 1.0
+            figures.append(scale * getattr(table, name)[own.index(option[:2])])
     return StageProblem(
-        costs=CostsByKind(costs, bytes_as).table(TIMETABLE.microbatches, options),
+        costs=CostTable(**{name: np.stack(figures) for name, figures in rows.items()}),
         options=options,
         cluster=(1, 1),
         microbatches=TIMETABLE.microbatches,

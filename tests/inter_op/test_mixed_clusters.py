@@ -106,6 +106,23 @@ def test_where_slow_nodes_would_only_hold_the_others_up_they_idle():
     assert "the new nodes of cluster mixed" in str(plan)
 
 
+@pytest.mark.parametrize(("slow", "kinds"), [(2e7, {"old", "new"}), (1e6, {"new"})])
+def test_without_time_for_more_the_kinds_share_the_work_where_that_pays(slow, kinds):
+    _, plan, _, _ = planned(mixed(slow=slow), planning_seconds=1e-3)
+    assert {kind for kind, _ in places(plan)} == kinds
+    assert plan.ended_early
+
+
+def test_however_late_the_plan_is_no_slower_than_on_the_faster_nodes_alone():
+    """Stages on all nodes are planned first, and found to wait for the links between these."""
+    between = dataclasses.replace(BETWEEN, bytes_per_s=1e4)
+    cluster = dataclasses.replace(mixed(), tiers=(INSIDE, between))
+    _, plan, state, batch = planned(cluster, planning_seconds=1e-3)
+    alone = autopar.parallelize(six_layers()[0], devices=4, cluster=cluster.of_kind("new"), planning_seconds=1e-3)
+    assert places(plan) == [("new", range(4, 8))]
+    assert plan.step_s == alone.plan(state, batch).step_s
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("slow", [2e7, 1e6])
 def test_a_plan_of_kinds_is_read_again_and_used(slow):

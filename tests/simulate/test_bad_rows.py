@@ -31,7 +31,8 @@ BAD = [
     (
         {"precision": "fp8"},
         "column 'precision' is 'fp8', but the cluster file of dgx-a100-80gb does not say what A100-SXM4-80GB reaches in it: use "
-        "bf16, or one of a3-mega, b200, dgx-h100, dgx-h200, gb200-nvl72, gb300-nvl72, h200, or state float8 in peak_flops_per_s",
+        "bf16, or one of a3-mega, b200, dgx-h100, dgx-h200, gb200-nvl72, gb300-nvl72, h200, tpu-v7, or state float8 in "
+        "peak_flops_per_s",
     ),
     (
         {

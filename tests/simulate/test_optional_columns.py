@@ -53,6 +53,21 @@ def test_an_offloaded_optimizer_adds_its_bytes_over_the_host_link_by_plans_too(t
         assert offloaded[way] == pytest.approx(usual[way] + carried_s)
 
 
+def test_what_a_framework_lets_hide_and_its_buckets_count_by_plans_too(tmp_path, capsys):
+    """One bucket of everything hides no more than none do; buckets of a layer's size hide, and blocking launches nothing."""
+    plan = SMALL | {"devices": "16", "dp": "16", "tp": "1", "pp": "1", "global_batch": "16", "microbatch": "1"}
+    options = [{"overlap": "blocking"}, {"overlap": "none"}, {"overlap": "gradients", "bucket_MiB": "100000"}]
+    *waiting, hidden, fine = priced(
+        tmp_path, capsys, *(plan | one for one in options), plan | {"overlap": "gradients"},
+        plan | {"overlap": "gradients", "bucket_MiB": "100"},
+    )  # fmt: skip
+    for way in ("predicted_step_s", "closed_form_step_s"):
+        assert [row[way] for row in waiting] == pytest.approx([waiting[0][way]] * 3)
+        assert hidden[way] < waiting[0][way]
+        assert fine[way] < waiting[0][way]
+        assert fine[way] == pytest.approx(hidden[way], rel=0.1)
+
+
 def test_a_deeper_decoder_is_planned(tmp_path, capsys):
     t5 = SMALL | {"family": "t5", "devices": "1", "dp": "1", "tp": "1", "pp": "1", "global_batch": "4", "layers": "2"}
     equal, deeper = priced(tmp_path, capsys, t5, t5 | {"decoder_layers": "3"})

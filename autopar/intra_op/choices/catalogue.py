@@ -252,13 +252,13 @@ class Catalogue:
     def whole_seconds(self, eqn: Equation, *, traffic: Traffic | None) -> tuple[float, float]:
         """Seconds of an equation that one device does alone: (arithmetic and what it moves, what it costs to start).
 
-        Without copies of operands in another order, which other layouts may not need.
+        Without copies of operands in another order, which other layouts may not need, and without tiles, which parts may fill.
         """
         inputs, outputs = (
             tuple(Layout.replicated(len(v.aval.shape)) for v in side) for side in (eqn.invars, eqn.outvars)
         )
         whole, entry, device = ShardingStrategy((), inputs, outputs, 1), entry_for(eqn), self.cluster.device
-        seconds = self._seconds(eqn, entry, self.rules.flops(eqn), whole, traffic=traffic)
+        seconds = self._seconds(eqn, entry, self.rules.flops(eqn), whole, traffic=traffic, has_tiles=False)
         if traffic is not None and not entry.heavy:
             launch_s = traffic.kernels * device.launch_s
             return seconds - launch_s, launch_s
@@ -275,6 +275,7 @@ class Catalogue:
         strategy: ShardingStrategy,
         *,
         traffic: Traffic | None,
+        has_tiles: bool = True,
     ) -> float:
         if traffic is not None and not entry.heavy:
             return self._kernel_s(eqn, entry, strategy, traffic)
@@ -288,7 +289,7 @@ class Catalogue:
         dtype = dtype_name(eqn.outvars[0].aval.dtype)
         flops = flops / strategy.ways if entry.heavy else 0.0
         return roofline_s(
-            self.cluster,
+            self.cluster.device if has_tiles else dataclasses.replace(self.cluster.device, thread_blocks=None),
             flops=flops,
             moved_bytes=moved,
             dtype=dtype,

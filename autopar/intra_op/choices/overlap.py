@@ -9,7 +9,9 @@ In: a traced step. Out: for every value its `Need`, by data flow, and from that 
 
 How much of a kind hides is the cluster's (`cost_model.machine.Overlap`). At most the compute that stands beside it hides: all
 of it for gathers ahead, two thirds for reductions, which is the backward pass, a third for gathers of new parameters and for
-what the gradients of weights stand beside; where it is done once per step, of the last or first microbatch. The search takes
+what the gradients of weights stand beside; where it is done once per step, of the last or first microbatch. Where the cluster
+says how large buckets of gradients are, one of n equal buckets stands alone at the end, as layers do in the replay of published
+runs: (n-1)/n of the smaller of window and exchange hides. The search takes buckets for small and
 the windows for large enough, which gives a bound; a plan's own seconds count them. What can go wrong: an optimizer that
 multiplies matrices; its gradients count as awaited.
 """
@@ -18,9 +20,10 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
 from autopar.compat import Literal, Var
 from autopar.cost_model.machine import Overlap
@@ -130,29 +133,43 @@ def window(kind: Kind, move: str, *, times: float, microbatches: int) -> float:
     return {"zero3": 1.0, "tensor": _WEIGHT_GRADIENTS}.get(kind, 0.0)
 
 
-def windows(plan: Plan) -> Iterator[tuple[Kind, float, float]]:
-    """(kind, part of the compute beside it, seconds per step) of each collective of a plan between its operations."""
+class Moved(NamedTuple):
+    """Moves of one kind: the part of the step's compute that stands beside them, their seconds and bytes per step."""
+
+    kind: Kind
+    part: float
+    seconds: float
+    bytes: float = 0.0
+
+
+def windows(plan: Plan) -> Iterator[Moved]:
+    """Each collective of a plan between its operations."""
     for item in plan.collectives:
         if item.overlap == WITHIN:
             continue
         kind = cast(Kind, item.overlap)
         part = window(kind, item.kind, times=item.count, microbatches=plan.num_microbatches)
-        yield kind, part, item.count * item.predicted_s
+        yield Moved(kind, part, item.count * item.predicted_s, item.count * item.bytes)
 
 
-def hide(
-    seconds: Iterable[tuple[Kind, float, float]], *, compute_s: float, overlap: Overlap
-) -> dict[tuple[Kind, float], Communication]:
-    """What a step waits for, by kind and window, of moves given as (kind, window, seconds)."""
-    totals: dict[tuple[Kind, float], float] = {}
-    for kind, part, each_s in seconds:
-        totals[kind, part] = totals.get((kind, part), 0.0) + each_s
-    return {
-        (kind, part): beside(overlap, kind, comm_s=total_s, compute_s=compute_s * part)
-        if part
-        else alone(kind, total_s)
-        for (kind, part), total_s in totals.items()
-    }
+def hide(moves: Iterable[Moved], *, compute_s: float, overlap: Overlap) -> dict[tuple[Kind, float], Communication]:
+    """What a step waits for, by kind and window."""
+    totals: dict[tuple[Kind, float], Moved] = {}
+    for one in moves:
+        key = one.kind, one.part
+        known = totals.get(key, Moved(*key, 0.0))
+        totals[key] = Moved(*key, known.seconds + one.seconds, known.bytes + one.bytes)
+    return {key: _hide(one, compute_s * one.part, overlap) for key, one in totals.items()}
+
+
+def _hide(moved: Moved, window_s: float, overlap: Overlap) -> Communication:
+    """What a step waits for of moves beside so many seconds of compute."""
+    if not window_s:
+        return alone(moved.kind, moved.seconds)
+    if moved.kind == "data_parallel" and overlap.bucket_bytes and moved.bytes:
+        buckets = math.ceil(moved.bytes / overlap.bucket_bytes)
+        window_s = (1 - 1 / buckets) * min(moved.seconds, window_s)
+    return beside(overlap, moved.kind, comm_s=moved.seconds, compute_s=window_s)
 
 
 class _Examples(StaticDomain[bool]):

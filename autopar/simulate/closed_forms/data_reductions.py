@@ -1,11 +1,20 @@
 """Communication over data ranks: the reduction of gradients, and what ZeRO gathers.
 
 In: prices of a stage's devices, its work, the plan, seconds of its passes. Out: `Communication` once per step, or for every
-microbatch. Layers are reduced beside the passes of the others. What can go wrong: a framework that begins only when the last
-backward pass has ended; the column `overlap` says so.
+microbatch. Layers are reduced beside the passes of the others; where buckets are stated, one bucket after the other, in the order
+in which backward makes gradients, the head's first and the embedding's last. New parameters are gathered in the opposite order
+beside the forward pass, which waits for each bucket: the same read backwards. What can go wrong: a framework that begins only
+when the last backward pass has ended; the column `overlap` says so.
 """
 
 from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
 
 from autopar.cost_model import overlap
 from autopar.cost_model.machine import Hidden
@@ -14,7 +23,14 @@ from autopar.simulate.closed_forms.prices import StagePrices
 from autopar.simulate.closed_forms.stage_work import StageWork, StepPlan
 
 
-def _gradients(prices: StagePrices, stage: StageWork, kind: str, bytes_each: float) -> float:
+class Pass(NamedTuple):
+    """Seconds of one kind of work of a stage, all of its layers of that kind together, in one microbatch."""
+
+    forward_s: float
+    backward_s: float
+
+
+def _exchange_s(prices: StagePrices, stage: StageWork, kind: str, bytes_each: float) -> float:
     """Seconds of one collective over all parameters' gradients, or parameters, of a device."""
     if stage.copies > 1:
         return prices.hybrid_gradient_s(kind, stage.parameters * bytes_each)
@@ -22,39 +38,63 @@ def _gradients(prices: StagePrices, stage: StageWork, kind: str, bytes_each: flo
     return dense_s + prices.expert_gradient_s(kind, stage.expert_parameters * bytes_each)
 
 
-def reduce_once(
-    prices: StagePrices, plan: StepPlan, stage: StageWork, *, forward_s: float, backward_s: float
-) -> list[Communication]:
+def reduce_once(prices: StagePrices, plan: StepPlan, stage: StageWork, passes: Sequence[Pass]) -> list[Communication]:
     """Once per step: the reduction of gradients, unless every microbatch has its own, and ZeRO's gather of the new parameters."""
-    parts = [] if plan.reduces_each else [_reduction(prices, plan, stage, backward_s)]
+    parts = [] if plan.reduces_each else [_reduction(prices, plan, stage, passes)]
     if plan.zero_stage not in (1, 2):
         return parts
-    gather_s = _gradients(prices, stage, "all-gather", plan.element_bytes)
-    return [*parts, _in_buckets(prices, stage, "data_parallel", comm_s=gather_s, compute_s=forward_s)]
+    beside = [one.forward_s for one in passes]
+    return [*parts, _in_buckets(prices, stage, "all-gather", plan.element_bytes, beside)]
 
 
 def exchange_each_microbatch(
-    prices: StagePrices, plan: StepPlan, stage: StageWork, *, forward_s: float, backward_s: float
+    prices: StagePrices, plan: StepPlan, stage: StageWork, passes: Sequence[Pass]
 ) -> list[Communication]:
     """For every microbatch: the reduction of its gradients, if it has one; ZeRO 3 gathers parameters in forward and backward."""
-    parts = [_reduction(prices, plan, stage, backward_s)] if plan.reduces_each else []
+    parts = [_reduction(prices, plan, stage, passes)] if plan.reduces_each else []
     if plan.zero_stage >= 3:
-        gather_s = _gradients(prices, stage, "all-gather", plan.element_bytes)
+        gather_s = _exchange_s(prices, stage, "all-gather", plan.element_bytes)
         parts += [
-            _in_buckets(prices, stage, "zero3", comm_s=gather_s, compute_s=compute_s)
-            for compute_s in (forward_s, backward_s)
+            _by_layers(prices, stage, "zero3", comm_s=gather_s, compute_s=sum(seconds))
+            for seconds in zip(*passes, strict=True)
         ]
     return parts
 
 
-def _reduction(prices: StagePrices, plan: StepPlan, stage: StageWork, backward_s: float) -> Communication:
+def _reduction(prices: StagePrices, plan: StepPlan, stage: StageWork, passes: Sequence[Pass]) -> Communication:
     """Gradients to all ranks, or under ZeRO to those that update them."""
     kind = "reduce-scatter" if plan.zero_stage else "all-reduce"
-    comm_s = _gradients(prices, stage, kind, plan.states.gradient)
-    return _in_buckets(prices, stage, "data_parallel", comm_s=comm_s, compute_s=backward_s)
+    return _in_buckets(prices, stage, kind, plan.states.gradient, [one.backward_s for one in passes])
 
 
 def _in_buckets(
+    prices: StagePrices, stage: StageWork, kind: str, bytes_each: float, seconds: Sequence[float]
+) -> Communication:
+    """A stage's gradients, or new parameters, bucket by bucket beside a pass, which takes so long in each kind of work.
+
+    With equal layers as buckets that is `_by_layers`. Within a kind of work gradients come evenly.
+    """
+    size, compute_s, whole = prices.cluster.overlap.bucket_bytes, sum(seconds), stage.parameters * bytes_each
+    if not size or not whole:
+        comm_s = _exchange_s(prices, stage, kind, bytes_each)
+        return _by_layers(prices, stage, "data_parallel", comm_s=comm_s, compute_s=compute_s)
+    made = [work.parameters * count * bytes_each for work, count in stage.works]
+    bytes_by, seconds_by = ([0.0, *itertools.accumulate(reversed(one))] for one in (made, seconds))
+    full = math.ceil(whole / size) - 1
+    ends = [*(size * number for number in range(1, full + 1)), whole]
+    full_s, last_s = (
+        _exchange_s(prices, stage, kind, bytes_each * part / whole) for part in (size, whole - full * size)
+    )
+    begins = np.interp(ends, bytes_by, seconds_by).tolist()
+    return overlap.in_order(
+        prices.cluster.overlap,
+        "data_parallel",
+        zip(begins, [*itertools.repeat(full_s, full), last_s], strict=True),
+        compute_s=compute_s,
+    )
+
+
+def _by_layers(
     prices: StagePrices, stage: StageWork, kind: Hidden, *, comm_s: float, compute_s: float
 ) -> Communication:
     """A stage's gradients, or parameters, layer by layer beside the passes of the other layers.

@@ -109,6 +109,7 @@ def step_plan(job: TrainingJob) -> StepPlan:
         overlap=job.overlap,
         reduce_gradients=job.reduce_gradients,
         offload=job.offload,
+        bucket_bytes=job.bucket_bytes,
     )
 
 

@@ -84,20 +84,22 @@ class StagePrices:
                 return operation.seconds
 
     def product_s(self, product: MatrixProduct) -> float:
-        """Seconds of a matrix product: arithmetic at the efficiency of its shape, or its traffic, and the launch."""
+        """Seconds of a matrix product: arithmetic at the efficiency of its shape, or its traffic; padding, and the launch."""
         device = self.cluster.device
         m, n, k = product.m, product.n, product.k
-        curve = device.convolution_efficiency_of if product.convolution else device.efficiency_of
-        dtype = NARROW if product.narrow else self.dtype
-        rate = device.peak_of(dtype) * curve(dtype).of(m, n, k) * device.sustained.get(dtype, 1.0)
+        dtype, padding_s = NARROW if product.narrow else self.dtype, 0.0
+        rate = device.product_flops_per_s(dtype, m, n, k, batch=product.batch, convolution=product.convolution)
+        rate *= device.sustained.get(dtype, 1.0)
         if product.attention and self.element_bytes == 2:
             rate = device.attention_flops_per_s(k, n, backward=product.attention == "backward") or rate
+        elif not (product.attention or product.convolution):
+            padding_s = device.padding_s(dtype, m, n, k, batch=product.batch)
         rate *= self.reached.matrix
         # The scores of a fused kernel, its result here or its operand, stay on the chip.
         scores = 0.0 if product.attention else m * n
         moved = self.element_bytes * product.batch * (m * k + k * n + scores) + product.extra_bytes
         moved -= (self.element_bytes - 1) * product.batch * (m * k + k * n) if product.narrow else 0.0
-        return max(product.flops / rate, moved / device.sustained_bytes_per_s) + device.launch_s
+        return max(product.flops / rate, moved / device.sustained_bytes_per_s) + padding_s + device.launch_s
 
     def fused_s(self, moved_bytes: float) -> float:
         """Seconds of a memory-bound kernel."""

@@ -15,10 +15,10 @@ from autopar.simulate.closed_forms.operations import Work
 Precision = Literal["fp16", "bf16", "fp32", "fp8"]
 """Of products; fp8 is bf16 but for those of the linear layers of blocks."""
 Optimizer = Literal["adam", "momentum", "adafactor"]
-OverlapOption = Literal["usual", "none", "gradients", "all"]
-"""What a run's framework lets hide: as the cluster file says; nothing over data ranks, whose reductions begin when the last
-backward pass has ended; gradients and parameters, bucket by bucket; these and tensor-parallel collectives, cut up with their
-products."""
+OverlapOption = Literal["usual", "blocking", "none", "gradients", "tensor", "all"]
+"""What a run's framework lets hide: as the cluster file says; nothing at all, as launches wait for each other; nothing over data
+ranks, whose reductions begin when the last backward pass has ended; gradients and parameters, bucket by bucket; tensor-parallel
+collectives, cut up with their products; these and gradients."""
 ReduceOption = Literal["usual", "once", "each"]
 """When gradients are summed over data ranks: as ZeRO needs it, for every microbatch of ZeRO 2 and 3 and else once a step; once a
 step, until when each rank adds up all of them (PyTorch's `no_sync`); in every microbatch."""
@@ -96,6 +96,7 @@ class StepPlan:
     overlap: OverlapOption = "usual"
     reduce_gradients: ReduceOption = "usual"
     offload: OffloadOption = "none"
+    bucket_bytes: float = 0.0
 
     @property
     def element_bytes(self) -> int:

@@ -41,7 +41,8 @@ class TrainingJob:
     `context_ranks`: among which each sequence is divided; they share states as data ranks do. `context_exchange`: how they see
     each other's keys and values, gathered (Llama Team 2024, arXiv 2407.21783, section 3.3.2) or in a ring beside the blocks of
     attention (Liu et al. 2023, arXiv 2310.01889). `reduce_gradients`: over data ranks, once a step or in every microbatch.
-    `offload`: whether the optimizer's states lie in the host's memory between steps.
+    `offload`: whether the optimizer's states lie in the host's memory between steps. `bucket_bytes`: of gradients that are
+    reduced together; 0 if the run does not say: then as the cluster file says, or else layer by layer.
     """
 
     shape: TransformerShape | ResidualNetworkShape
@@ -68,6 +69,7 @@ class TrainingJob:
     context_exchange: ContextExchange = "all-gather"
     reduce_gradients: ReduceOption = "usual"
     offload: OffloadOption = "none"
+    bucket_bytes: float = 0.0
 
     @property
     def microbatches(self) -> int:

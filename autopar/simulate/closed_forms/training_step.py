@@ -21,12 +21,12 @@ from typing import TypeAlias
 from autopar.cost_model import overlap
 from autopar.cost_model.machine import Cluster, Overlap
 from autopar.cost_model.overlap import Communication, Kind
-from autopar.simulate.closed_forms.data_reductions import exchange_each_microbatch, reduce_once
+from autopar.simulate.closed_forms.data_reductions import Pass, exchange_each_microbatch, reduce_once
 from autopar.simulate.closed_forms.memory import layers_in_flight
 from autopar.simulate.closed_forms.operations import Exchange, Group, MatrixProduct, Operation
 from autopar.simulate.closed_forms.prices import DTYPES, FITTED, NARROW, InTraining, StagePrices, multiplies_narrow
 from autopar.simulate.closed_forms.schedule_time import pipeline_s
-from autopar.simulate.closed_forms.stage_work import OverlapOption, StageWork, StepPlan
+from autopar.simulate.closed_forms.stage_work import StageWork, StepPlan
 
 # Bytes that an optimizer moves per parameter. Adam reads a gradient, a parameter and two moments and writes three of
 # them (28); mixed precision also looks for infinities while it unscales (8), takes the norm (4), clips (8) and writes
@@ -110,7 +110,7 @@ def predict_step(
     cluster: Cluster, plan: StepPlan, stages: Sequence[StageWork], *, reached: InTraining = FITTED
 ) -> StepPrediction:
     """Predict one step. Raises ValueError if the stages need more devices than the cluster can join."""
-    cluster = dataclasses.replace(cluster, overlap=_overlap(cluster.overlap, plan.overlap))
+    cluster = dataclasses.replace(cluster, overlap=_overlap(cluster.overlap, plan))
     total = sum(stage.devices for stage in stages)
     starts = [sum(stage.devices for stage in stages[:i]) for i in range(len(stages) + 1)]
     crossings = [_crosses_node(cluster, start, total) for start in starts]
@@ -142,16 +142,19 @@ def predict_step(
     )
 
 
-def _overlap(usual: Overlap, option: OverlapOption) -> Overlap:
-    """What a framework's option leaves of the cluster file's overlap."""
+def _overlap(usual: Overlap, plan: StepPlan) -> Overlap:
+    """What a framework's options leave of the cluster file's overlap."""
+    option = plan.overlap
     hidden = dict(usual.hidden) | {"context": 1.0}  # a ring's sends beside its blocks of attention; it is made for that
+    if option == "blocking":
+        hidden = {}
     if option == "none":
         hidden |= {"data_parallel": 0.0, "zero3": 0.0}
     if option in ("gradients", "all"):
         hidden |= {"data_parallel": 1.0, "zero3": 1.0}
-    if option == "all":
+    if option in ("tensor", "all"):
         hidden |= {"tensor": 1.0}
-    return Overlap(hidden, usual.interference)
+    return Overlap(hidden, usual.interference, plan.bucket_bytes or usual.bucket_bytes)
 
 
 def _machine_of(cluster: Cluster, stage: StageWork) -> Cluster:
@@ -184,22 +187,21 @@ def _crosses_node(cluster: Cluster, start: int, total: int) -> bool | None:
 
 def _stage_time(prices: StagePrices, plan: StepPlan, stage: StageWork, crossings: _Crossings) -> _StageTime:
     """`crossings`: of the boundaries before and after this stage."""
-    forward_s = backward_s = 0.0
+    passes: list[Pass] = []
     comm: list[Communication] = []
     for work, count in stage.works:
-        run_s, parts = _run(prices, work.forward)
-        forward_s += run_s * count
-        comm += [part.times(count) for part in parts]
-        run_s, again = _run(prices, (*work.recomputed, *work.backward))
-        backward_s += run_s * count
-        comm += [part.times(count) for part in again]
+        ahead_s, parts = _run(prices, work.forward)
+        back_s, again = _run(prices, (*work.recomputed, *work.backward))
+        passes.append(Pass(ahead_s * count, back_s * count))
+        comm += [part.times(count) for part in (*parts, *again)]
+    forward_s, backward_s = (sum(seconds) for seconds in zip(*passes, strict=True))
     if plan.virtual_stages > 1 and prices.mesh[0] > 1:  # the last stage's chunks go back to the first
         crossings = (crossings[0] or False, crossings[1] or False) if any(crossings) else (False, False)
     comm += [
         _send(prices, plan, stage, crosses, forward_s + backward_s) for crosses in crossings if crosses is not None
     ]
-    comm += exchange_each_microbatch(prices, plan, stage, forward_s=forward_s, backward_s=backward_s)
-    once = reduce_once(prices, plan, stage, forward_s=forward_s, backward_s=backward_s)
+    comm += exchange_each_microbatch(prices, plan, stage, passes)
+    once = reduce_once(prices, plan, stage, passes)
     comm = overlap.share_compute(comm, forward_s + backward_s)
     left_s = forward_s + backward_s - sum(part.hidden_s for part in comm)
     return _StageTime(

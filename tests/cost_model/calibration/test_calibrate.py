@@ -149,11 +149,10 @@ def test_on_a_cpu_small_sizes_are_measured_and_on_a_gpu_large_ones_and_all_forma
 def test_a_product_pays_for_operands_in_another_order_and_for_random_bits_what_the_device_says():
     """0.7 ns for each of a thousand bytes copied, 3 ns for each drawn, beside the launch; a preset asks for neither."""
     given = {"flops": 0.0, "moved_bytes": 0.0, "dtype": "float32", "launched": True}
-    cluster = dataclasses.replace(preset("cpu"), device=TRUE)
-    assert roofline_s(cluster, **given) == 2e-6
-    assert roofline_s(cluster, **given, reordered_bytes=1000.0) == pytest.approx(2e-6 + 0.7e-6)
-    assert roofline_s(cluster, **given, random_bytes=1000.0) == pytest.approx(2e-6 + 3e-6)
-    plain = preset("cpu")
+    assert roofline_s(TRUE, **given) == 2e-6
+    assert roofline_s(TRUE, **given, reordered_bytes=1000.0) == pytest.approx(2e-6 + 0.7e-6)
+    assert roofline_s(TRUE, **given, random_bytes=1000.0) == pytest.approx(2e-6 + 3e-6)
+    plain = preset("cpu").device
     assert roofline_s(plain, **given, reordered_bytes=1e9, random_bytes=1e9) == roofline_s(plain, **given)
 
 

@@ -1,6 +1,7 @@
 """What hides behind compute: which values are early, late or awaited, and what a plan's step waits for."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 import autopar
 from autopar.cost_model.hardware import preset
 from autopar.cost_model.machine import Overlap
-from autopar.intra_op.choices.overlap import Need, find_needs, hide, kind_of, window
+from autopar.intra_op.choices.overlap import SUMS, Moved, Need, find_needs, hide, kind_of, window
 from autopar.layouts.mesh import LogicalMesh
 from autopar.microbatches.counts import cut_into_microbatches
 from autopar.program.call import CallSignature, bind_arguments
@@ -96,17 +97,48 @@ def test_what_stands_beside_a_collective():
     assert window("data_parallel", "all-gather", times=1, microbatches=1) == pytest.approx(1 / 3)
     overlap = Overlap({"data_parallel": 0.5}, interference=0.1)
     (found,) = hide(
-        [("data_parallel", 0.5, 1.0), ("data_parallel", 0.5, 2.0)], compute_s=10.0, overlap=overlap
+        [Moved("data_parallel", 0.5, 1.0), Moved("data_parallel", 0.5, 2.0)], compute_s=10.0, overlap=overlap
     ).values()
     assert found.total_s == 3.0
     assert found.exposed_s == pytest.approx(3.0 - 1.5 + 0.15)
-    (found,) = hide([("data_parallel", 0.5, 3.0)], compute_s=2.0, overlap=overlap).values()
+    (found,) = hide([Moved("data_parallel", 0.5, 3.0)], compute_s=2.0, overlap=overlap).values()
     assert found.exposed_s == pytest.approx(3.0 - 1.0 + 0.1)  # the window is one second
 
 
 def plan_of(cluster, batch=BATCH, **options):
     examples = jax.ShapeDtypeStruct((batch, SIZE), jnp.float32)
     return autopar.parallelize(step, devices=8, cluster=cluster, batch_argnums=1, **options).plan(WEIGHTS, examples)
+
+
+def test_of_gradients_in_buckets_one_bucket_stands_alone_at_the_end():
+    """Ten seconds in four buckets, whatever part the file estimates, unless that is none: launches block."""
+    overlap = Overlap({"data_parallel": 0.5, "tensor": 0.5}, bucket_bytes=25.0)
+    for compute_s, hidden_s in ((100.0, 7.5), (8.0, 3.0)):
+        moves = [Moved("data_parallel", 0.5, 4.0, 40.0), Moved("data_parallel", 0.5, 6.0, 60.0)]
+        (found,) = hide(moves, compute_s=compute_s, overlap=overlap).values()
+        assert found.hidden_s == pytest.approx(hidden_s)
+        (found,) = hide(moves, compute_s=compute_s, overlap=Overlap({}, bucket_bytes=25.0)).values()
+        assert found.hidden_s == 0
+    (found,) = hide([Moved("tensor", 0.5, 10.0, 100.0)], compute_s=100.0, overlap=overlap).values()
+    assert found.hidden_s == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize("size", [1e3, 1e5, 1e9])
+def test_a_plan_a_simulator_and_a_bound_know_the_buckets_of_a_cluster(size):
+    cluster = dataclasses.replace(CLUSTER, overlap=Overlap({"data_parallel": 0.5, "zero3": 0.5}, 0.1, size))
+    plan = plan_of(cluster, 4096, mesh_shape=(8,), constraints=autopar.data_parallel())
+    assert plan.step_s == pytest.approx(reprice(plan, cluster).step_s, rel=1e-9)
+    late = [item for item in plan.collectives if item.overlap == "data_parallel"]
+    for is_sum in (True, False):
+        moved = [item for item in late if (item.kind in SUMS) == is_sum]
+        total_s, hidden_s = (
+            sum(item.count * getattr(item, name) for item in moved) for name in ("predicted_s", "hidden_s")
+        )
+        buckets = math.ceil(sum(item.count * item.bytes for item in moved) / size)
+        assert hidden_s == pytest.approx(0.9 * (1 - 1 / buckets) * total_s if moved else 0.0)
+    assert late
+    free = plan_of(cluster, 4096, mesh_shape=(8,))
+    assert free.lower_bound_s <= free.step_s <= plan.step_s * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])

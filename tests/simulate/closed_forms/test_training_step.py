@@ -7,6 +7,7 @@ import pytest
 from autopar.cost_model.device import AttentionSpeed, Device, MatrixEfficiency
 from autopar.cost_model.machine import Cluster, Overlap
 from autopar.cost_model.overlap import alone, beside, overlap_ratio, sum_by_kind
+from autopar.cost_model.thread_blocks import ThreadBlocks
 from autopar.cost_model.tiers import Tier
 from autopar.simulate.closed_forms.memory import StateBytes
 from autopar.simulate.closed_forms.operations import Exchange, FusedGroup, MatrixProduct, Work
@@ -41,6 +42,17 @@ def test_a_product_takes_the_longer_of_arithmetic_and_traffic():
     square = MatrixProduct(m=10_000, n=10_000, k=10_000)  # 2 x 10^12 FLOPs, 6 x 10^8 bytes
     assert prices().product_s(square) == pytest.approx(2.0)
     assert prices().product_s(PRODUCT) == pytest.approx(2 * (500e6 + 500e6 + 1e6) / 1e9)
+
+
+def test_a_product_of_odd_width_is_multiplied_in_whole_tiles_and_padded_first():
+    blocks = ThreadBlocks(multiprocessors=1, tiles=((64, 64),), aligned_bytes=16, formats=("float16",))
+    device = dataclasses.replace(DEVICE, thread_blocks=blocks, memory_bytes_per_s=1e10)
+    odd = prices(cluster=dataclasses.replace(machine(), device=device))
+    even = odd.product_s(MatrixProduct(m=6400, n=6400, k=6400))
+    assert even == pytest.approx(2 * 6400**3 / 1e12)
+    assert odd.product_s(MatrixProduct(m=6400, n=6344, k=6400)) == pytest.approx(even)
+    assert odd.product_s(MatrixProduct(m=6400, n=6343, k=6400)) == pytest.approx(even + 4 * 6343 * 6400 / 1e10)
+    assert odd.product_s(MatrixProduct(m=6400, n=6343, k=6400, convolution=True)) < even
 
 
 def test_extra_bytes_of_a_product_count_as_traffic():
