@@ -367,8 +367,8 @@ class _Ways:
     def _descend(self, place: int, *, fits: bool = False) -> None:
         """Fewer microbatches, down to a number that did not fit, until examples meet the constraints or as long as `fits`."""
         fewer = iter(range(place - 1, max((tried for tried in self._tried if tried < place), default=-1), -1))
-        is_over, lacks = (lambda: self._attempts.is_over), (lambda: self._attempts.has_too_few_examples)
-        while (fits or lacks()) and not is_over() and (place := next(fewer, -1)) >= 0:
+        attempts = self._attempts
+        while (fits or attempts.has_too_few_examples) and not attempts.is_over and (place := next(fewer, -1)) >= 0:
             fits = isinstance(self._plan(place), PlannedStep) and fits
 
     def _climb(self, place: int) -> None:
