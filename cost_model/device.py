@@ -127,7 +127,8 @@ class Device:
         curve = self.convolution_efficiency_of(dtype) if convolution else self.efficiency_of(dtype)
         reached, blocks = curve.of(m, n, k), self._blocks_in(dtype)
         if blocks is not None and not convolution:
-            of_whole_tiles = curve.best * k / (k + curve.half[2])
+            whole = blocks.whole_steps(k)
+            of_whole_tiles = curve.best * whole / (whole + curve.half[2])
             filled = blocks.filled(m, n, k, batch=batch, enough=reached / of_whole_tiles)
             reached = min(reached, of_whole_tiles * filled)
         return self.peak_of(dtype) * reached

@@ -60,6 +60,10 @@ class ThreadBlocks:
                 parts *= 2
         return min(1.0, most)
 
+    def whole_steps(self, k: float) -> float:
+        """The elements along k that are multiplied where there are so many."""
+        return self.step * _ceil(k / self.step)
+
     def padded_elements(self, m: float, n: float, k: float, *, batch: float = 1.0, itemsize: int) -> float:
         """Elements of the operands of `batch` products (m, k) x (k, n) that are copied, with zeros beside them, first."""
         m_padded, n_padded, k_padded = (round(size) * itemsize % self.aligned_bytes != 0 for size in (m, n, k))

@@ -23,7 +23,7 @@ from autopar.simulate.closed_forms.prices import StagePrices
 from autopar.simulate.closed_forms.stage_work import StageWork, StepPlan
 
 
-class Pass(NamedTuple):
+class PassSeconds(NamedTuple):
     """Seconds of one kind of work of a stage, all of its layers of that kind together, in one microbatch."""
 
     forward_s: float
@@ -38,7 +38,9 @@ def _exchange_s(prices: StagePrices, stage: StageWork, kind: str, bytes_each: fl
     return dense_s + prices.expert_gradient_s(kind, stage.expert_parameters * bytes_each)
 
 
-def reduce_once(prices: StagePrices, plan: StepPlan, stage: StageWork, passes: Sequence[Pass]) -> list[Communication]:
+def reduce_once(
+    prices: StagePrices, plan: StepPlan, stage: StageWork, passes: Sequence[PassSeconds]
+) -> list[Communication]:
     """Once per step: the reduction of gradients, unless every microbatch has its own, and ZeRO's gather of the new parameters."""
     parts = [] if plan.reduces_each else [_reduction(prices, plan, stage, passes)]
     if plan.zero_stage not in (1, 2):
@@ -48,7 +50,7 @@ def reduce_once(prices: StagePrices, plan: StepPlan, stage: StageWork, passes: S
 
 
 def exchange_each_microbatch(
-    prices: StagePrices, plan: StepPlan, stage: StageWork, passes: Sequence[Pass]
+    prices: StagePrices, plan: StepPlan, stage: StageWork, passes: Sequence[PassSeconds]
 ) -> list[Communication]:
     """For every microbatch: the reduction of its gradients, if it has one; ZeRO 3 gathers parameters in forward and backward."""
     parts = [_reduction(prices, plan, stage, passes)] if plan.reduces_each else []
@@ -61,7 +63,7 @@ def exchange_each_microbatch(
     return parts
 
 
-def _reduction(prices: StagePrices, plan: StepPlan, stage: StageWork, passes: Sequence[Pass]) -> Communication:
+def _reduction(prices: StagePrices, plan: StepPlan, stage: StageWork, passes: Sequence[PassSeconds]) -> Communication:
     """Gradients to all ranks, or under ZeRO to those that update them."""
     kind = "reduce-scatter" if plan.zero_stage else "all-reduce"
     return _in_buckets(prices, stage, kind, plan.states.gradient, [one.backward_s for one in passes])

@@ -21,7 +21,7 @@ from typing import TypeAlias
 from autopar.cost_model import overlap
 from autopar.cost_model.machine import Cluster, Overlap
 from autopar.cost_model.overlap import Communication, Kind
-from autopar.simulate.closed_forms.data_reductions import Pass, exchange_each_microbatch, reduce_once
+from autopar.simulate.closed_forms.data_reductions import PassSeconds, exchange_each_microbatch, reduce_once
 from autopar.simulate.closed_forms.memory import layers_in_flight
 from autopar.simulate.closed_forms.operations import Exchange, Group, MatrixProduct, Operation
 from autopar.simulate.closed_forms.prices import DTYPES, FITTED, NARROW, InTraining, StagePrices, multiplies_narrow
@@ -187,12 +187,12 @@ def _crosses_node(cluster: Cluster, start: int, total: int) -> bool | None:
 
 def _stage_time(prices: StagePrices, plan: StepPlan, stage: StageWork, crossings: _Crossings) -> _StageTime:
     """`crossings`: of the boundaries before and after this stage."""
-    passes: list[Pass] = []
+    passes: list[PassSeconds] = []
     comm: list[Communication] = []
     for work, count in stage.works:
         ahead_s, parts = _run(prices, work.forward)
         back_s, again = _run(prices, (*work.recomputed, *work.backward))
-        passes.append(Pass(ahead_s * count, back_s * count))
+        passes.append(PassSeconds(ahead_s * count, back_s * count))
         comm += [part.times(count) for part in (*parts, *again)]
     forward_s, backward_s = (sum(seconds) for seconds in zip(*passes, strict=True))
     if plan.virtual_stages > 1 and prices.mesh[0] > 1:  # the last stage's chunks go back to the first

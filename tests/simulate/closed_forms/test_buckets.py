@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from autopar.cost_model.hardware import preset
 from autopar.cost_model.machine import Cluster, Overlap
 from autopar.cost_model.overlap import Communication, in_order
-from autopar.simulate.closed_forms.data_reductions import Pass, reduce_once
+from autopar.simulate.closed_forms.data_reductions import PassSeconds, reduce_once
 from autopar.simulate.closed_forms.job_prediction import predict
 from autopar.simulate.closed_forms.operations import Work
 from autopar.simulate.closed_forms.prices import InTraining, StagePrices
@@ -30,7 +30,7 @@ def work(parameters: float) -> Work:
 
 STAGE = StageWork(layers=((work(1e6), 4),), data_ranks=2, first=work(3e6), last=work(2e6))
 """9 million parameters: an embedding of 3, four layers of 1, a head of 2."""
-PASSES = [Pass(0.1, 0.2), Pass(2.0, 4.0), Pass(0.5, 1.0)]
+PASSES = [PassSeconds(0.1, 0.2), PassSeconds(2.0, 4.0), PassSeconds(0.5, 1.0)]
 
 
 def reduced(
@@ -108,7 +108,7 @@ def test_equal_layers_as_buckets_are_what_layer_by_layer_is():
                 cluster=cluster, dtype="float16", element_bytes=2, mesh=(1, 2, 1, 1, 1), reached=InTraining()
             )
             plan = dataclasses.replace(PLAN, states=dataclasses.replace(PLAN.states, gradient=4))
-            (found,) = reduce_once(prices, plan, stage, [Pass(0.0, seconds * 5 * 0.04)])
+            (found,) = reduce_once(prices, plan, stage, [PassSeconds(0.0, seconds * 5 * 0.04)])
             assert found.exposed_s == pytest.approx(0.04 + 4 * max(0.0, 0.04 - seconds * 0.04))
 
 

@@ -108,7 +108,12 @@ def without_limits(cluster: Cluster) -> Cluster:
     """Links and memory take no time, and products of any shape reach the peak."""
     tiers = tuple(dataclasses.replace(tier, latency_s=0.0, bytes_per_s=math.inf) for tier in cluster.tiers)
     device = dataclasses.replace(
-        cluster.device, matrix_efficiency={}, memory_bytes_per_s=math.inf, launch_s=0.0, attention=()
+        cluster.device,
+        matrix_efficiency={},
+        memory_bytes_per_s=math.inf,
+        launch_s=0.0,
+        attention=(),
+        thread_blocks=None,
     )
     return dataclasses.replace(cluster, device=device, tiers=tiers)
 
