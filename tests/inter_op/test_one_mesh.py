@@ -118,7 +118,10 @@ def test_when_the_clock_ends_before_anything_fits_two_numbers_and_the_leanest_wa
 @pytest.mark.parametrize(
     ("part", "tried"),
     [
-        (0.8, [1, 2, 4, 8, 16, 32, 64]),  # 64 have too few examples for four devices, and fewer than 32 take more memory
+        (
+            0.8,
+            [1, 2, 4, 8, 16, 32, 64],
+        ),  # 64 have too few examples for four devices, and fewer than 32 take more memory
         (0.7, [1, 4, 16, 64, 32]),
     ],
 )

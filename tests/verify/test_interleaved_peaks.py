@@ -1,5 +1,6 @@
 """Where a mesh has several stages, its planned peak is what its compiled tasks need, as it is under other schedules."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
+from autopar.cost_model.hardware import PRESETS
 from autopar.explain.memory import parts_of_peak
 from autopar.schedules.simulate import simulate
 from autopar.verify.memory import LiveBytes
@@ -108,10 +110,13 @@ def test_what_is_planned_within_a_limit_is_compiled_within_it(widths):
 
 
 def test_stages_that_fit_together_in_other_layouts_are_planned_and_compiled_within_the_limit():
-    """Large weights and a small batch: whole weights on every device are faster, and parts of them smaller."""
+    """Large weights and a small batch: whole weights on every device are faster, and parts of them smaller. Communication is that of
+    V100s, the compiler that of the virtual devices which the peaks are compiled for."""
     weights, batch = shapes((256,) * 9)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((48, *x.shape[1:]), x.dtype), batch)
-    options = {"devices": 8, "mesh_shape": (4,), "cluster": "p3.16xlarge"}
+    v100s = PRESETS["p3.16xlarge"]
+    cluster = dataclasses.replace(v100s, device=dataclasses.replace(v100s.device, fuses=False))
+    options = {"devices": 8, "mesh_shape": (4,), "cluster": cluster}
     limit = int(0.9 * parallel(2, **options).plan(weights, batch).peak_bytes)
     step = parallel(2, memory_limit_bytes=limit, **options)
     assert not step.plan(weights, batch).recompute
