@@ -110,8 +110,8 @@ def test_what_is_planned_within_a_limit_is_compiled_within_it(widths):
 
 
 def test_stages_that_fit_together_in_other_layouts_are_planned_and_compiled_within_the_limit():
-    """Large weights and a small batch: whole weights on every device are faster, and parts of them smaller. Communication is that of
-    V100s, the compiler that of the virtual devices which the peaks are compiled for."""
+    """Large weights and a small batch: whole weights on every device are faster, and parts of them smaller. Communication is that
+    of V100s, the compiler that of the virtual devices which the peaks are compiled for."""
     weights, batch = shapes((256,) * 9)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((48, *x.shape[1:]), x.dtype), batch)
     v100s = PRESETS["p3.16xlarge"]
