@@ -199,10 +199,10 @@ class MeshComparison:
         if self._is_optional(mesh) and math.isinf(best_s):
             is_settled = is_settled or self._is_rather_left()
         elif self._is_optional(mesh) and not is_settled:
-            gain_s = best_s - bound_s
+            gain_s, bounding_s = best_s - bound_s, tuning.bound_s_per_equation * self.equations - tuning.quick_s
             may_help = self.more_axes_help or self.equations <= tuning.bounded
             is_promising = not self.is_large or (may_help and gain_s > tuning.least_gain * best_s)
-            is_settled = not (is_promising and self._repays(gain_s, tuning.bound_s_per_equation * self.equations))
+            is_settled = not (is_promising and self._repays(gain_s, bounding_s))
         if is_settled:
             self.candidates.append(Candidate(mesh.shape, None, bound_s))
         return not is_settled

@@ -34,8 +34,8 @@ class Tuning:
     search_s_per_equation: float = 2e-3
     """And its plan: 1.3 to 6.4 ms in small programs, where it never paid (`benchmarks/small_programs.py`)."""
     quick_s: float = 0.5
-    """A search on such a mesh that takes no longer than this need not be repaid, and none goes on for longer than this and what
-    it may repay: 14 operations under half of their memory took eight seconds (`benchmarks/small_programs.py`)."""
+    """A bound of such a mesh, or a search on it, that takes no longer than this need not be repaid, and no search goes on for
+    longer than this and what it may repay: 14 operations under half of their memory took eight seconds (`small_programs.py`)."""
     far: float = 1.25
     """If the temporaries take this many times the memory that is left for them, other meshes are not tried, but other ways to
     run the step, such as more microbatches."""
