@@ -45,9 +45,10 @@ class Tuning:
     undivided: float = 1.02
     """How many times more temporaries a plan without a limit has than if all were divided evenly: 1.005 to 1.02 for BERT and GPT
     (`benchmarks/planning_ordinary.py --tight`). If that is far too much, one microbatch is not planned."""
-    weights: float = 0.5
+    weights: float = 0.4
     """Of the memory left for temporaries, the part that weights may take as wholes in a guess of the number of microbatches.
-    Without this a GPT of 24 layers (V100s) was searched in 8, in vain and for a minute, before it was planned in 16."""
+    Without this a GPT of 24 layers on 8 V100s (0.39) was searched in 8, in vain and for a minute, before it was planned in 16;
+    with 0.5 the same on 4 in the paper's precision was guessed at 512, of which few examples fit, where 256 do."""
     large: int = 2000
     """Meshes are planned side by side, by several processes, for programs of so many equations."""
     mesh_work: float = 2.5e9
