@@ -43,4 +43,4 @@ def test_stages_states_in_parts_and_microbatches_are_compiled_for_gpus_as_planne
     found = step.verify(*shapes)
     assert not [row for row in found.rows if row.verdict == "differs"], str(found)
     for peak in (row for row in found.rows if row.what == "peak"):
-        assert 0.9 * peak.compiled <= peak.planned <= 1.1 * peak.compiled
+        assert 0.9 * peak.compiled <= peak.planned <= 1.15 * peak.compiled
