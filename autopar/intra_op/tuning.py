@@ -48,7 +48,7 @@ class Tuning:
     weights: float = 0.4
     """Of the memory left for temporaries, the part that weights may take as wholes in a guess of the number of microbatches.
     Without this a GPT of 24 layers on 8 V100s (0.39) was searched in 8, in vain and for a minute, before it was planned in 16;
-    with 0.5 the same on 4 in the paper's precision was guessed at 512, of which few examples fit, where 256 do."""
+    with 0.5 the same model on 4, in float16, was guessed at 512, in which no plan was found to fit; it fits in 256."""
     large: int = 2000
     """Meshes are planned side by side, by several processes, for programs of so many equations."""
     mesh_work: float = 2.5e9

@@ -1,9 +1,9 @@
 """What XLA's CPU compiler makes of each primitive: whether its result has memory of its own, and who computes it.
 
 In: an equation. Out: its `Making`, whether the library for reductions does it too, whether sums move into it, and the orders of
-dimensions in which a contraction reads its operands. Facts of the compiler in JAX 0.10 to 0.12, as its sources say and its buffer
-assignments show; what an operation does is in `rules/table.py`, from which most makings follow. What can go wrong: another
-version decides otherwise; `benchmarks/memory_error.py` shows it.
+dimensions in which a contraction reads its operands; and one fact of the compiler for GPUs, what that keeps as dear to compute.
+Facts of JAX 0.10 to 0.12, as XLA's sources say and its buffer assignments show; what an operation does is in `rules/table.py`,
+from which most makings follow. What can go wrong: another version decides otherwise; `benchmarks/memory_error.py` shows it.
 """
 
 from __future__ import annotations
