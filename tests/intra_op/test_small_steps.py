@@ -1,4 +1,4 @@
-"""Planning a step of many small operations: the mesh that wins is proven without an integer program, others take one at most.
+"""Planning a step of many small operations: the mesh that wins takes no integer program, others take one at most.
 
 Those of the others are small: a tenth of a second each, with JAX 0.10 one in all, with JAX 0.12 two.
 """
@@ -61,8 +61,8 @@ def test_two_hundred_small_operations_on_eight_devices_take_one_integer_program_
     assert solved <= len(plan.candidates) - 1
 
 
-def test_the_mesh_that_wins_is_proven_without_an_integer_program(monkeypatch):
+def test_the_mesh_that_wins_is_bounded_within_a_percent_without_an_integer_program(monkeypatch):
     plan, solved = plan_counting_programs(monkeypatch, mesh_shape=(8,))
     assert len(plan.equations) > 180
-    assert plan.is_optimal
+    assert plan.lower_bound_s >= 0.99 * plan.step_s
     assert solved == 0
