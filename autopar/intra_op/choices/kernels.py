@@ -81,6 +81,7 @@ class Kernels:
         self.roots: dict[Var, Var] = {}
         self.producers: dict[Var, Equation] = {}
         self.levels: dict[Var, int] = {}
+        self.source_levels: dict[Var, float] = {}
         self.uses = self._count_uses()
         self.absorbed: dict[Equation, Equation] = {}
         self.order = {eqn: number for number, eqn in enumerate(program.equations)}
@@ -118,6 +119,7 @@ class Kernels:
             for var in eqn.outvars:
                 self.producers[var], self.levels[var] = eqn, level
             self._absorb(eqn)
+            self._note_sources(eqn)
 
     def _level_after(self, var: Var, eqn: Equation) -> int:
         """The level that an equation has at least because it reads a value."""
@@ -164,22 +166,33 @@ class Kernels:
 
     def _is_there_before(self, var: Var, level: int) -> bool:
         """Whether a value is, or can be made on the way, of what is in memory before a kernel of that level starts."""
-        sources = self._sources(self.root(var))
-        return sources is not None and all(self.levels.get(v, -1) < level for v in sources)
+        return self._level_of_sources(self.root(var)) < level
+
+    def _level_of_sources(self, root: Var) -> float:
+        """The last level of what is in memory of which a value can be made on the way; infinite of random bits."""
+        return self.source_levels.get(root, self.levels.get(root, -1))
+
+    def _note_sources(self, eqn: Equation) -> None:
+        """Note that level for what a stream makes: anything else is in memory itself."""
+        if not self._is_stream(eqn):
+            return
+        level = max((self._level_of_sources(self.root(v)) for v in _variables(eqn.invars)), default=-1)
+        self.source_levels.update(dict.fromkeys(eqn.outvars, math.inf if entry_for(eqn).random else level))
 
     def _sources(self, root: Var) -> frozenset[Var] | None:
         """The values in memory of which a streamed value is made; None if it has to be written, as random bits have."""
-        producer = self.producers.get(root)
-        if producer is None or not self._is_stream(producer) or root in self.written:
-            return frozenset({root})
-        if entry_for(producer).random:
-            return None
-        found: set[Var] = set()
-        for var in _variables(producer.invars):
-            sources = self._sources(self.root(var))
-            if sources is None:
+        found, seen, waiting = set[Var](), {root}, [root]
+        while waiting:
+            one = waiting.pop()
+            producer = self.producers.get(one)
+            if producer is None or not self._is_stream(producer) or one in self.written:
+                found.add(one)
+                continue
+            if entry_for(producer).random:
                 return None
-            found |= sources
+            operands = {self.root(v) for v in _variables(producer.invars)} - seen
+            seen |= operands
+            waiting += operands
         return frozenset(found)
 
     # What is in memory.

@@ -1,0 +1,195 @@
+"""Steps of one GPU, measured beside what is predicted for it: seconds, and bytes of memory.
+
+    python benchmarks/one_gpu.py --cluster dgx-h100 [--only gpt llama] [--rounds 7] [--json FILE] [--runs FOLDER] [--dry]
+
+In: models of the registry at sizes that fill one GPU, and the cluster whose device is at hand. Each is planned for one device,
+run, and timed: two steps to warm up, then `--rounds` steps, each waited for. One more step is looked into by JAX's profiler.
+Out: per model the predicted and the measured milliseconds, their ratio, and the same of compute alone as the profiler sees it;
+the bytes that XLA says its program needs, and those of the plan; the mean and the largest error. `--runs` keeps the
+recordings, which `autopar calibrate --from` reads. `--dry` plans alone, on any machine. What can go wrong: no GPU, which is
+said; a model that does not fit, which is named and ends nothing; another GPU than the cluster's, whose name is printed first.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["AUTOPAR_CACHE"] = "off"
+
+import argparse  # noqa: E402
+import gc  # noqa: E402
+import json  # noqa: E402
+import statistics  # noqa: E402
+import sys  # noqa: E402
+import time  # noqa: E402
+from collections.abc import Mapping  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
+
+import jax  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+import autopar  # noqa: E402
+from autopar.commands.arguments.subject import Subject, find_shapes  # noqa: E402
+from autopar.cost_model.hardware import find_cluster  # noqa: E402
+from autopar.execution.one_mesh import CompiledStep  # noqa: E402
+from autopar.files.whole_file import save  # noqa: E402
+from autopar.models import registry  # noqa: E402
+from autopar.plan import Plan  # noqa: E402
+
+WARM_UPS = 2
+BF16 = {"dtype": "bfloat16"}
+TEXT = {"vocab": 32768, "dropout": 0.0}
+CASES: Mapping[str, tuple[str, Mapping[str, int | float | bool | str]]] = {
+    "gpt": ("gpt", {"layers": 8, "hidden": 2048, "heads": 16, "seq": 1024, "batch": 16, **TEXT, **BF16}),
+    "gpt dropout": ("gpt", {"layers": 4, "hidden": 2048, "heads": 16, "seq": 1024, "batch": 16, "vocab": 32768, **BF16}),
+    "gpt wide": ("gpt", {"layers": 2, "hidden": 6144, "heads": 48, "seq": 1024, "batch": 8, **TEXT, **BF16}),
+    "gpt float32": ("gpt", {"layers": 4, "hidden": 1024, "heads": 16, "seq": 1024, "batch": 8, **TEXT}),
+    "gpt remat": ("gpt", {"layers": 8, "hidden": 2048, "heads": 16, "seq": 1024, "batch": 16, "remat": True, **TEXT, **BF16}),
+    "gpt small": ("gpt", {"layers": 4, "hidden": 256, "heads": 4, "seq": 128, "batch": 8, **TEXT, **BF16}),
+    "llama": (
+        "llama",
+        {"layers": 4, "hidden": 2048, "heads": 16, "kv_heads": 8, "ffn": 5632, "seq": 2048, "batch": 8, **TEXT, **BF16},
+    ),
+    "llama fused": (
+        "llama",
+        {
+            **{"layers": 4, "hidden": 2048, "heads": 16, "kv_heads": 8, "ffn": 5632, "seq": 2048, "batch": 8},
+            **{"fused_attention": True, **TEXT, **BF16},
+        },
+    ),
+    "bert": ("bert", {"layers": 12, "hidden": 1024, "heads": 16, "seq": 512, "batch": 32, "dropout": 0.0, **BF16}),
+    "t5": (
+        "t5",
+        {"layers": 4, "hidden": 1024, "heads": 16, "seq": 512, "target_seq": 256, "batch": 32, "dropout": 0.0, **BF16},
+    ),
+    "moe": (
+        "moe",
+        {"layers": 4, "hidden": 1024, "heads": 16, "seq": 1024, "batch": 8, "experts": 8, "group": 1024, **TEXT, **BF16},
+    ),
+    "wide_resnet": ("wide_resnet", {"depth": 50, "base_channels": 160, "image_size": 224, "batch": 8, **BF16}),
+    "wide_resnet float32": ("wide_resnet", {"depth": 50, "image_size": 224, "batch": 32}),
+    "unet": ("unet", {"image_size": 64, "base_channels": 256, "batch": 64, **BF16}),
+    "mlp": ("mlp", {"hidden": 8192, "inputs": 1024, "batch": 8192, "layers": 6, **BF16}),
+}
+
+
+MEAN_ERROR = 0.10
+"""The most that predictions may be off in the mean."""
+
+
+def plan(name: str, cluster: str) -> tuple[registry.BuiltModel, autopar.ParallelStep, Subject, Plan]:
+    """The model of a case, its step for one device, and the plan of that."""
+    model, sizes = CASES[name]
+    built = registry.build(model, **sizes)
+    subject = find_shapes(built)
+    step = autopar.parallelize(built.train_step, devices=1, cluster=cluster, num_microbatches=1, recompute="none")
+    planned = step.plan(subject.state, subject.batch)
+    assert isinstance(planned, Plan)
+    return built, step, subject, planned
+
+
+def planned_figures(planned: Plan) -> dict[str, Any]:
+    """What a plan says of a step."""
+    return {
+        "predicted_s": planned.step_s,
+        "planned_bytes": planned.peak_bytes,
+        "flops": planned.flops,
+        "planning_s": planned.planning_s,
+    }
+
+
+def run(name: str, cluster: str, rounds: int, runs: Path | None) -> dict[str, Any]:
+    """Plan a case, run it, and look into one step; what was found, in seconds and bytes."""
+    built, step, subject, planned = plan(name, cluster)
+    batch = jax.device_put(next(built.data(0)))
+    state = step.init_state(built.create_state, jax.random.key(0))
+    begun = time.perf_counter()
+    compiled = step.compile(subject.state, subject.batch)
+    assert isinstance(compiled, CompiledStep)
+    memory = compiled.memory_analysis()
+    compiling_s = time.perf_counter() - begun
+    times_s = []
+    for _ in range(WARM_UPS + rounds):
+        begun = time.perf_counter()
+        state, _metrics = jax.block_until_ready(step(state, batch))
+        times_s.append(time.perf_counter() - begun)
+    with autopar.record(step) as recording:
+        state, _metrics = jax.block_until_ready(step(state, batch))
+    if runs is not None:
+        recording.save(runs / f"{name.replace(' ', '_')}.json")
+    kept = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return planned_figures(planned) | {
+        "measured_s": statistics.median(times_s[WARM_UPS:]),
+        "steps_s": times_s[WARM_UPS:],
+        "busy_s": recording.compare()["compute"].measured_s,
+        "needed_bytes": kept + memory.temp_size_in_bytes,
+        "compiling_s": compiling_s,
+    }
+
+
+def error_of(found: Mapping[str, Any]) -> float | None:
+    """By which share the prediction is off; None if nothing was measured."""
+    return found["predicted_s"] / found["measured_s"] - 1 if "measured_s" in found else None
+
+
+def table(found: Mapping[str, Mapping[str, Any]]) -> Table:
+    """A row for each case."""
+    made = Table("model", "predicted ms", "measured ms", "error", "busy ms", "planned GB", "needed GB", "error", "MFU", box=None)
+    for name, one in found.items():
+        if "failed" in one:
+            made.add_row(name, one["failed"])
+            continue
+        error, measured_s = error_of(one), one.get("measured_s")
+        cells = [f"{1e3 * one['predicted_s']:.2f}"]
+        cells += [f"{1e3 * measured_s:.2f}", f"{error:+.1%}"] if measured_s and error is not None else ["", ""]
+        cells += [f"{1e3 * one['busy_s']:.2f}" if one.get("busy_s") else "", f"{one['planned_bytes'] / 1e9:.2f}"]
+        if "needed_bytes" in one:
+            share = one["planned_bytes"] / one["needed_bytes"] - 1
+            cells += [f"{one['needed_bytes'] / 1e9:.2f}", f"{share:+.1%}", f"{one['mfu']:.1%}"]
+        made.add_row(name, *cells)
+    return made
+
+
+def main() -> int:
+    """Run the cases, and print and write what was found; 1 if the mean error is above the target."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--cluster", required=True, help="whose device is at hand, such as dgx-h100")
+    parser.add_argument("--only", nargs="+", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", type=Path, help="write all figures here")
+    parser.add_argument("--runs", type=Path, help="keep the recordings in this folder")
+    parser.add_argument("--dry", action="store_true", help="plan alone")
+    options = parser.parse_args()
+    if not options.dry and jax.default_backend() != "gpu":
+        parser.error(f"JAX sees no GPU but {jax.devices()[0].device_kind}; --dry plans alone")
+    if options.runs is not None:
+        options.runs.mkdir(parents=True, exist_ok=True)
+    peak_flops_per_s = find_cluster(options.cluster).device.peak_flops_per_s
+    print(f"JAX {jax.__version__}, {jax.devices()[0].device_kind}; predictions for {options.cluster}", flush=True)
+    found: dict[str, dict[str, Any]] = {}
+    for name in options.only:
+        try:
+            if options.dry:
+                found[name] = planned_figures(plan(name, options.cluster)[-1])
+            else:
+                found[name] = run(name, options.cluster, options.rounds, options.runs)
+                dtype = CASES[name][1].get("dtype", "float32")
+                found[name]["mfu"] = found[name]["flops"] / peak_flops_per_s[dtype] / found[name]["measured_s"]
+        except (jax.errors.JaxRuntimeError, autopar.AutoparError) as error:
+            found[name] = {"failed": str(error).splitlines()[0][:80]}
+        print(name, {key: value for key, value in found[name].items() if key != "steps_s"}, flush=True)
+        gc.collect()
+        jax.clear_caches()
+        if options.json:
+            save(options.json, json.dumps(found, indent=1))
+    Console(width=130).print(table(found))
+    errors = [abs(error) for one in found.values() if "failed" not in one and (error := error_of(one)) is not None]
+    if errors:
+        print(f"mean error {statistics.fmean(errors):.1%}, at most {max(errors):.1%}, target {MEAN_ERROR:.0%} in the mean")
+    return int(any("failed" in one for one in found.values()) or (bool(errors) and statistics.fmean(errors) > MEAN_ERROR))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
