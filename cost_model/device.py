@@ -54,7 +54,8 @@ class Device:
 
     Attributes:
         name: Its name.
-        peak_flops_per_s: Peak FLOP/s of matrix products in each number format; others run as float32.
+        peak_flops_per_s: Peak FLOP/s of matrix products in each number format; others run as float32. `tensorfloat32` is what
+            float32 operands are rounded to where a program does not ask for exact products.
         memory_bytes: Its memory.
         memory_bytes_per_s: Peak bandwidth of the memory.
         matrix_efficiency: For each format, the part of peak that matrix products reach.

@@ -24,7 +24,8 @@ from autopar.program.call import PyTree
 from autopar.program.loops import LoopEquation
 from autopar.program.program import Equation
 from autopar.program.step import Leaf, TracedStep, require_state
-from autopar.rules.table import flops_of, rule_for
+from autopar.rules.flops import number_format
+from autopar.rules.table import entry_for, flops_of, rule_for
 from autopar.split_array import SplitSharding
 
 
@@ -81,7 +82,7 @@ class Places:
 
     @functools.cached_property
     def flops(self) -> Mapping[str, float]:
-        """The floating-point operations of one step on all devices together, by the type of their results."""
+        """The floating-point operations of one step on all devices together, by their number format."""
         found: dict[str, float] = {}
         for eqn in self._compiled.traced.program.equations:
             _add_flops(found, eqn, 1)
@@ -94,7 +95,8 @@ def _add_flops(found: dict[str, float], eqn: Equation, times: int) -> None:
         for inner in (inner for region in eqn.regions for inner in region.equations):
             _add_flops(found, inner, times * max(eqn.loop.trips, 1))
         return
-    dtype = str(eqn.outvars[0].aval.dtype) if eqn.outvars else "float32"
+    made = str(eqn.outvars[0].aval.dtype) if eqn.outvars else "float32"
+    dtype = number_format(eqn) if entry_for(eqn).heavy else made
     found[dtype] = found.get(dtype, 0.0) + times * flops_of(eqn, rule_for(eqn))
 
 

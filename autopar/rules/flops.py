@@ -1,6 +1,6 @@
-"""Floating-point operations of one equation, undivided: the functions of the column `flops` of the rule table.
+"""Floating-point operations of one equation, undivided: the functions of the column `flops` of the rule table; their format.
 
-In: an equation and its factor rule. Out: a number of operations, 2 for each multiply-add.
+In: an equation and its factor rule. Out: a number of operations, 2 for each multiply-add, or the name of a number format.
 """
 
 from __future__ import annotations
@@ -8,6 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from jax.lax import DotAlgorithmPreset, Precision
+
+from autopar.avals import dtype_name, itemsize_of
 from autopar.compat import JaxprEqn
 from autopar.rules.by_shape import shape_of
 from autopar.rules.factor_rule import FactorRule
@@ -71,3 +74,25 @@ def of_sort(eqn: JaxprEqn, rule: FactorRule) -> float:
     """A comparison of every element for each doubling of the longest dimension."""
     shape = shape_of(eqn.invars[0])
     return float(math.prod(shape)) * math.log2(max(2, *shape))
+
+
+TENSORFLOAT32 = "tensorfloat32"
+"""What devices that have it round float32 operands of products to, unless the program asks for more: 19 bits."""
+_FORMATS = {"F16": "float16", "BF16": "bfloat16", "TF32": TENSORFLOAT32, "F32": "float32", "F64": "float64"}
+"""Number formats by the first word in the name of an algorithm for products."""
+
+
+def number_format(eqn: JaxprEqn) -> str:
+    """The number format that a contraction multiplies in: that of its widest operand, or of the algorithm that it names.
+
+    float32 operands are rounded to `tensorfloat32` unless the program asks for `Precision.HIGHEST`; a device that does not name
+    that format multiplies them in float32. Source: JAX's page on the precision of products (TF32 on recent GPUs by default).
+    """
+    widest = dtype_name(max((v.aval for v in eqn.invars[:2]), key=itemsize_of).dtype)
+    asked = eqn.params.get("precision")
+    if isinstance(asked, DotAlgorithmPreset):
+        first, *_, last = asked.name.split("_")
+        is_one_product = not last.startswith("X")  # X3: three products of parts of the operands, added up
+        return _FORMATS.get(first, widest) if is_one_product else "float32"
+    levels = asked if isinstance(asked, tuple) else (asked,)
+    return TENSORFLOAT32 if widest == "float32" and Precision.HIGHEST not in levels else widest

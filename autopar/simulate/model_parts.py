@@ -123,7 +123,17 @@ def part_program(part: Part, *, precision: str) -> PartProgram:
         "key": jax.ShapeDtypeStruct((2,), jnp.uint32),
     }
     twice = bool(_recomputed(split) and model.takes and model.gives)
-    return PartProgram(_step(model.apply, twice=twice), state)
+    return PartProgram(_step(_in_full_precision(model.apply), twice=twice), state)
+
+
+def _in_full_precision(apply: Apply) -> Apply:
+    """With products of float32 in float32, as in the runs that are replayed: PyTorch rounds none of them unless told to."""
+
+    def applied(params: Parameters, arrays: Arrays, beside: Beside) -> jax.Array:
+        with jax.default_matmul_precision("highest"):
+            return apply(params, arrays, beside)
+
+    return applied
 
 
 def program_key(part: Part, *, precision: str) -> Hashable:

@@ -53,7 +53,9 @@ def plan_counting_programs(monkeypatch, **wishes):
     return autopar.parallelize(train_step, devices=8, **wishes).plan(*shapes), len(solved)
 
 
-def test_two_hundred_small_operations_on_eight_devices_take_one_integer_program_at_most_for_each_mesh_that_loses(monkeypatch):
+def test_two_hundred_small_operations_on_eight_devices_take_one_integer_program_at_most_for_each_mesh_that_loses(
+    monkeypatch,
+):
     plan, solved = plan_counting_programs(monkeypatch)
     assert len(plan.equations) > 180
     assert len(plan.candidates) >= 3

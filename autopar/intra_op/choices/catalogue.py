@@ -27,6 +27,7 @@ from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.moves import LayoutSpace, MoveTable, Network, size_key
 from autopar.program.program import Equation
 from autopar.rules.factor_rule import FactorRule
+from autopar.rules.flops import number_format
 from autopar.rules.primitive_rule import PrimitiveRule
 from autopar.rules.table import entry_for
 
@@ -286,13 +287,12 @@ class Catalogue:
         if entry.picks and read:
             read[0] = min(read[0], made)
         moved = made * (1.0 if traffic is None else traffic.writes[0]) + sum(read)
-        dtype = dtype_name(eqn.outvars[0].aval.dtype)
         flops = flops / strategy.ways if entry.heavy else 0.0
         return roofline_s(
             self.cluster.device if has_tiles else dataclasses.replace(self.cluster.device, thread_blocks=None),
             flops=flops,
             moved_bytes=moved,
-            dtype=dtype,
+            dtype=number_format(eqn) if entry.heavy else dtype_name(eqn.outvars[0].aval.dtype),
             launched=not entry.fused,
             sizes=self._product_sizes(eqn, strategy) if entry.heavy else None,
             reordered_bytes=self._reordered_bytes(eqn, strategy),

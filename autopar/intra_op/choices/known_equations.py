@@ -15,6 +15,7 @@ from autopar.intra_op.xla_cpu.table import orders_of
 from autopar.program.fingerprint import operand_key, operation_key
 from autopar.program.program import Equation, Program
 from autopar.rules.factor_rule import FactorRule
+from autopar.rules.flops import number_format
 from autopar.rules.table import entry_for, flops_of, rule_for
 
 
@@ -64,7 +65,8 @@ class RuleBook:
         entry = entry_for(eqn)
         dtypes = tuple(v.aval.dtype for v in (*eqn.invars, *eqn.outvars))
         within = None if entry.divided is None else operation_key(eqn)
-        kind = (rule, entry.work, entry.picks, orders_of(eqn), self.flops(eqn), dtypes, within)
+        multiplied = number_format(eqn) if entry.heavy else ""
+        kind = (rule, entry.work, entry.picks, orders_of(eqn), self.flops(eqn), dtypes, multiplied, within)
         return self._numbers.setdefault(kind, len(self._numbers))
 
     def _first_alike(self, eqn: Equation) -> Equation:

@@ -15,10 +15,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Container, Iterator, Sequence
 
-from autopar.avals import dtype_name
 from autopar.intra_op.choices.catalogue import Catalogue
 from autopar.program.loops import LoopEquation
 from autopar.program.program import Equation, Program
+from autopar.rules.flops import number_format
 from autopar.rules.table import entry_for
 
 
@@ -67,7 +67,7 @@ def find_flops(program: Program, catalogue: Catalogue) -> tuple[float, float]:
         if entry_for(eqn).heavy:
             each = trips * catalogue.rules.flops(eqn)
             flops += each
-            at_peak_s += each / catalogue.cluster.device.peak_of(dtype_name(eqn.invars[0].aval.dtype))
+            at_peak_s += each / catalogue.cluster.device.peak_of(number_format(eqn))
     return flops, at_peak_s
 
 
