@@ -19,7 +19,7 @@ from autopar.models.data import PAD
 from autopar.models.dropout import dropout, subkey
 from autopar.models.objective import Objective, supervised
 from autopar.models.sizes import T5Config
-from autopar.models.transformer import TokenEmbedding, apply_blocks, causal_mask, mix, scores
+from autopar.models.transformer import TokenEmbedding, apply_blocks, causal_mask, look_up_few, mix, scores
 
 EPSILON = 1e-6
 
@@ -52,7 +52,7 @@ class RelativeBias(nn.Module):
         config = self.config
         table = self.param("table", nn.initializers.normal(config.hidden**-0.5), (config.buckets, config.heads))
         chosen = relative_buckets(length, buckets=config.buckets, furthest=config.furthest, both_ways=both_ways)
-        return jnp.transpose(table[chosen], (2, 0, 1))
+        return jnp.transpose(look_up_few(table, chosen), (2, 0, 1))
 
 
 class T5Attention(nn.Module):
