@@ -6,6 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from autopar.cost_model.hardware import preset
+from autopar.intra_op.choices import kernels
 from autopar.intra_op.choices.kernels import traffic_of
 from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.choices.tuning import TUNING, Tuning
@@ -198,3 +199,26 @@ def test_a_held_input_is_used_in_the_layout_in_which_it_comes():
 
     assert gathered(frozenset()) == {"float32[64,64]"}
     assert gathered(frozenset({number})) == {"float32[8192,64]"}
+
+
+@pytest.mark.parametrize("blocks", [10, 40])
+def test_the_work_for_residual_blocks_grows_with_their_number(blocks, monkeypatch):
+    """A block after whose sum there is a norm reads that sum several times: there are more paths than one can follow."""
+
+    def step(x, weights, bias):
+        for w in weights:
+            x = x + (x @ w + bias)
+            x = (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-6)
+        return (x * x).sum()
+
+    x, w = array(32, 64), array(64, 64)
+    program, _ = program_of(jax.make_jaxpr(jax.grad(step))(x, [w] * blocks, array(64)))
+    real, asked = kernels.entry_for, [0]
+
+    def counted(eqn):
+        asked[0] += 1
+        assert asked[0] < 150 * len(program.equations)
+        return real(eqn)
+
+    monkeypatch.setattr(kernels, "entry_for", counted)
+    assert len(traffic_of(program)) == len(program.equations)
