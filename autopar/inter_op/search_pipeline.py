@@ -165,7 +165,29 @@ def _plan_best_number(
     if best is None:
         assert too_large is not None
         return _plan_in_less_memory(found, plan, request, tuning, too_large)
-    return best
+    return _compare_with_less_memory(found, best, plan, request, tuning)
+
+
+def _compare_with_less_memory(
+    found: Found,
+    best: tuple[Found, PlannedPipeline],
+    plan: Callable[[Found], PlannedPipeline],
+    request: PlanRequest,
+    tuning: Tuning,
+) -> tuple[Found, PlannedPipeline]:
+    """The best stages, or those that are chosen in less of the memory, if these promise less than what the best ones take."""
+    if request.budget.is_over or best[1].plan.step_s <= (1 + tuning.worth) * found.choice.step_s:
+        return best
+    try:
+        again = found.choose_within(tuning.smaller_rooms[0])
+        if isinstance(again, NotFaster) or _is_same(again, best[0]):
+            return best
+        if not _may_be_faster(again, *best, request, tuning):
+            return best
+        planned = plan(again)
+    except OutOfMemoryError:
+        return best
+    return min(best, (again, planned), key=lambda one: one[1].plan.step_s)
 
 
 def _plan_in_less_memory(
