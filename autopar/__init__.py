@@ -7,6 +7,8 @@ when a name is first used, so that a command line which only prints its help ans
 
 import importlib
 import importlib.metadata
+import pathlib
+import tomllib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -102,12 +104,23 @@ __all__ = [*_MODULES]
 
 def __getattr__(name: str) -> object:
     if name == "__version__":
-        return importlib.metadata.version("autopar")
+        return _version()
     if name in _PACKAGES:
         return importlib.import_module(f"autopar.{name}")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"autopar.{_MODULES[name]}"), name)
+
+
+def _version() -> str:
+    """The version that is installed; of a checkout that is not, the one that its pyproject.toml states."""
+    try:
+        return importlib.metadata.version("autopar")
+    except importlib.metadata.PackageNotFoundError:
+        project = pathlib.Path(__file__).resolve().parents[1] / "pyproject.toml"
+        if not project.is_file():
+            return "0+unknown"
+        return f"{tomllib.loads(project.read_text(encoding='utf-8'))['project']['version']}+checkout"
 
 
 def __dir__() -> list[str]:

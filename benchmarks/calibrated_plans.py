@@ -98,7 +98,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         cluster = options.cluster or Path(folder) / "this_machine.json"
         if options.cluster is None:
-            calibrate_to_file(cluster, seconds=100.0, console=console)
+            calibrate_to_file(cluster, seconds=240.0, console=console)
         rows = rows_of(options.models, cluster, options.rounds, console)
     report(rows, console)
     if options.json:

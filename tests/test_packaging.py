@@ -4,11 +4,13 @@ Oracle for the wheel: the source tree walked without links, where `cost_model/`,
 stand for the packages of that name inside `autopar/`.
 """
 
+import importlib.metadata
 import os
 import pkgutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -76,6 +78,42 @@ def test_a_wheel_built_from_the_sdist_is_the_same(tmp_path: Path) -> None:
     unpacked = tmp_path / sdist.name.removesuffix(".tar.gz")
     wheel = build("wheel", source=unpacked, into=tmp_path / "wheel")
     assert names_in_wheel(wheel) == names_in_source_tree()
+
+
+NOT_INSTALLED = """
+import importlib.metadata
+
+def from_name(name, found=importlib.metadata.Distribution.from_name):
+    if name == "autopar":
+        raise importlib.metadata.PackageNotFoundError(name)
+    return found(name)
+
+importlib.metadata.Distribution.from_name = from_name
+import autopar
+from autopar.__main__ import main
+print(autopar.__version__)
+assert main(["plan", "mlp", "--devices", "2", "--cluster", "cpu"]) == 0
+assert main(["doctor", "--devices", "1"]) in (0, 1)
+main(["--version"])
+"""
+
+
+def test_a_checkout_that_is_not_installed_runs_and_states_its_own_version() -> None:
+    said = run_in_fresh_interpreter(NOT_INSTALLED).splitlines()
+    stated = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    assert said[0] == f"{stated}+checkout"
+    assert said[-1] == f"autopar {stated}+checkout"
+
+
+def test_a_copy_without_metadata_and_project_file_has_a_version_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def not_found(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", not_found)
+    monkeypatch.setattr(autopar, "__file__", str(tmp_path / "autopar" / "__init__.py"))
+    assert autopar.__version__ == "0+unknown"
 
 
 CHANGES_NOTHING = """

@@ -2,8 +2,9 @@
 
 In: what the profiler writes. Out: `Seen`s, one per execution of an operation. On CPU the profiler has an event per operation in
 the line of the thread that ran it, with the operation's name, its program and the device; an operation that goes on in other
-threads has another event at its end. On GPUs and TPUs the devices have planes of their own. What can go wrong: a profiler that
-runs already, or a platform whose events name no operations; `NothingSeen` says so in words.
+threads has another event at its end. On GPUs and TPUs the devices have planes of their own; on GPUs every event is a kernel, and
+only those that were launched alone name their operation. What can go wrong: a profiler that runs already, or a platform whose
+events name no operations; `NothingSeen` says so in words.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
 import jax
 
 _DEVICE_PLANE = "/device:"
+_STREAM = "Stream"
+"""How the lines of a GPU's plane begin that have its kernels."""
+_COPY = "Memcpy"
 _WHOLE_LINE = "XLA Ops"
 """The line of a device's plane that has all operations, where there is one."""
 _END = "end: "
@@ -52,13 +56,25 @@ class NothingSeen(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Seen:
-    """One execution: the operation, the module that it belongs to, the number of the device, start and end in seconds."""
+    """One execution of an operation, or one of its kernels on a GPU.
+
+    Attributes:
+        name: of the operation; empty if the profiler does not say.
+        module: that it belongs to; empty if the profiler does not say.
+        device: the number of the device.
+        start_s: when it began.
+        end_s: when it ended.
+        kernel: the name of a GPU's kernel.
+        graph: the CUDA graph and the launch of it that a kernel is part of.
+    """
 
     name: str
     module: str
     device: int
     start_s: float
     end_s: float
+    kernel: str = ""
+    graph: tuple[object, object] | None = None
 
 
 class Profile:
@@ -101,20 +117,27 @@ def read_profile(path: Path) -> list[Seen]:
 def _of_device(plane: _Plane) -> Iterator[Seen]:
     number = int("".join(filter(str.isdigit, plane.name.split(" ")[0].rsplit(":", 1)[-1])) or 0)
     lines = list(plane.lines)
-    for line in [line for line in lines if line.name == _WHOLE_LINE] or lines:
+    streams = [line for line in lines if line.name.startswith(_STREAM)]
+    for line in streams or [line for line in lines if line.name == _WHOLE_LINE] or lines:
         for event in line.events:
             stats = dict(event.stats)
-            name = stats.get("hlo_op")
-            if name is not None:
+            if "hlo_op" in stats or (streams and not _is_of_jax(event.name, stats)):
+                in_graph = "cuda_graph_id" in stats
                 start_s = event.start_ns * 1e-9
-                module = str(stats.get("hlo_module", ""))
                 yield Seen(
-                    name=str(name),
-                    module=module,
+                    name="" if in_graph else str(stats.get("hlo_op", "")),
+                    module=str(stats.get("hlo_module", "")),
                     device=number,
                     start_s=start_s,
                     end_s=start_s + event.duration_ns * 1e-9,
+                    kernel=event.name if streams else "",
+                    graph=(stats["cuda_graph_id"], stats.get("correlation_id")) if in_graph else None,
                 )
+
+
+def _is_of_jax(kernel: str, stats: Mapping[str, object]) -> bool:
+    """Whether a kernel is a copy that no program made: JAX moves arrays to and from devices."""
+    return kernel.startswith(_COPY) and not {"hlo_module", "cuda_graph_id"} & stats.keys()
 
 
 def _of_threads(plane: _Plane) -> list[Seen]:

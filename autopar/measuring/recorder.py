@@ -22,8 +22,8 @@ from autopar.errors import ArgumentError
 from autopar.events import Moment, StepRun, observing
 from autopar.execution.one_mesh import CompiledStep
 from autopar.execution.pipeline import CompiledPipeline
+from autopar.measuring.operations import operations_that_ran
 from autopar.measuring.profile import NothingSeen, Profile, Seen
-from autopar.measuring.program import module_name, operations_of
 from autopar.plan import Plan
 from autopar.recording.recorded import ProgramOperation, Recorded, RecordedCall, RecordedOperation, RecordedSpan
 from autopar.recording.run import RecordedRun
@@ -188,28 +188,10 @@ class _Recorder:
         """What was seen of the step's own program on its own devices, and what these operations are."""
         if not self._seen or not isinstance(compiled, CompiledStep):
             return {}, []
-        text, plan = compiled.as_text(), compiled.plan
-        known, module = operations_of(text, plan.mesh_shape, plan.axis_names), module_name(text)
         places = {device.local_hardware_id: place for place, device in enumerate(compiled.mesh.devices.flat)}
-        starts: dict[int, float] = {}
-        for number, seen in self._seen:
-            starts[number] = min(seen.start_s, starts.get(number, seen.start_s))
-        found = [
-            RecordedOperation(
-                call=number,
-                name=seen.name,
-                device=places[seen.device],
-                start_s=seen.start_s - starts[number],
-                end_s=seen.end_s - starts[number],
-            )
-            for number, seen in self._seen
-            if seen.module == module and seen.name in known and seen.device in places
-        ]
-        if not found:
-            self._missing["the time of each operation: the profiler's names are not those of the compiled program"] = (
-                None
-            )
-        return {one.name: known[one.name] for one in found}, found
+        found = operations_that_ran(self._seen, compiled.as_text(), compiled.plan, places)
+        self._missing |= dict.fromkeys(found.missing)
+        return found.program, found.operations
 
 
 def _compiled_of(run: StepRun) -> CompiledStep | CompiledPipeline | None:

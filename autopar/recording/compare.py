@@ -12,14 +12,14 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from autopar.errors import ArgumentError
 from autopar.inter_op.pipeline_seconds import find_exposed_s, once_a_step_s, schedule_of, time_stages
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
 from autopar.recording.device_times import CollectiveRun, DeviceTimes, collective_runs, device_times
-from autopar.recording.recorded import ONCE, TASKS, Recorded, RecordedSpan
+from autopar.recording.recorded import KERNEL, ONCE, TASKS, Recorded, RecordedSpan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,8 @@ def _of_one_mesh(recorded: Recorded, plan: Plan) -> Iterator[ComparedPart]:
         predicted_s=max(0.0, plan.comm_s - plan.hidden_s),
         measured_s=mean(lambda one: one.exposed_s),
     )
-    yield from _collectives(plan, runs, calls, len({one.device for one in devices}), seen=bool(devices))
+    untold = {one.collective for one in recorded.program if one.opcode == KERNEL}
+    yield from _collectives(plan, runs, calls, len({one.device for one in devices}), untold=untold)
     yield ComparedPart(
         what="neither",
         predicted_s=None,
@@ -103,9 +104,9 @@ def _of_one_mesh(recorded: Recorded, plan: Plan) -> Iterator[ComparedPart]:
 
 
 def _collectives(
-    plan: Plan, runs: Sequence[CollectiveRun], calls: int, devices: int, *, seen: bool
+    plan: Plan, runs: Sequence[CollectiveRun], calls: int, devices: int, *, untold: Collection[str]
 ) -> Iterator[ComparedPart]:
-    """A row for each kind over its axes, planned or run."""
+    """A row for each kind over its axes, planned or run; of the kinds `untold` kernels ran that are nobody's."""
     planned: dict[tuple[str, tuple[str, ...]], float] = {}
     for one in plan.collectives:
         key = one.kind, _ordered(one.axes, plan)
@@ -117,11 +118,15 @@ def _collectives(
         own = ran.get((kind, axes), [])
         total_s = sum(run.seconds * len(run.devices) for run in own) / max(devices * calls, 1)
         waited_s = sum(sum(run.waited_s) for run in own) / max(devices * calls, 1)
+        note = (
+            "its kernels could not be told from others" if kind in untold else _collective_note(own, waited_s, total_s)
+        )
+        is_told = devices > 0 and kind not in untold
         yield ComparedPart(
             what=f"{kind} over {', '.join(axes) or 'some devices'}",
             predicted_s=planned.get((kind, axes)),
-            measured_s=total_s if seen else None,
-            note=_collective_note(own, waited_s, total_s) if seen else "",
+            measured_s=total_s if is_told else None,
+            note=note if devices else "",
         )
 
 

@@ -6,6 +6,7 @@ wrong: many stages; those that took as long as was said are left out of the page
 
 from __future__ import annotations
 
+import collections
 import io
 from collections.abc import Iterator, Sequence
 
@@ -17,13 +18,15 @@ from autopar.explain.report import TEXT_WIDTH
 from autopar.explain.tables import new_table
 from autopar.explain.units import bytes_text, seconds_text
 from autopar.recording.compare import ComparedPart, Comparison, compare
-from autopar.recording.recorded import Recorded
+from autopar.recording.recorded import KERNEL, Recorded
 from autopar.recording.stragglers import find_stragglers
 
 MOST_PARTS = 14
 MOST_STRAGGLERS = 5
 MOST_OPERATIONS = 8
 """How many rows and sentences of each kind a page has."""
+MOST_LETTERS = 48
+"""Of the name of an operation."""
 
 
 def page(recorded: Recorded) -> str:
@@ -71,17 +74,19 @@ def operations_table(recorded: Recorded, *, most: int = MOST_OPERATIONS) -> Tabl
         numbers=("times", "seconds of a device", "bytes"),
     )
     total: dict[str, list[float]] = {}
+    times: collections.Counter[str] = collections.Counter()
     for one in recorded.operations:
         total.setdefault(one.name, []).append(one.seconds)
+        times[one.name] += not one.goes_on
     rows = max(len(recorded.detailed) * len({one.device for one in recorded.operations}), 1)
     for name, seconds in sorted(total.items(), key=lambda row: -sum(row[1]))[:most]:
         known = recorded.by_name[name]
-        what = f"{known.collective} {name}" if known.collective else name
+        what = _shortened(f"{known.collective} {name}" if known.collective else name)
         cells = (
             what,
-            str(round(len(seconds) / rows)),
+            str(round(times[name] / rows)),
             seconds_text(sum(seconds) / rows),
-            bytes_text(known.bytes),
+            "-" if known.opcode == KERNEL else bytes_text(known.bytes),
             known.scope,
         )
         table.add_row(*map(Text, cells))
@@ -108,6 +113,11 @@ def _most_apart(parts: Sequence[ComparedPart], most: int) -> list[ComparedPart]:
 
     kept = {id(part) for part in (parts[0], *sorted(parts[1:], key=apart_s, reverse=True)[: most - 1])}
     return [part for part in parts if id(part) in kept]
+
+
+def _shortened(name: str) -> str:
+    """Kernels of libraries may have names of hundreds of letters, most of them arguments of templates."""
+    return name if len(name) <= MOST_LETTERS else f"{name[: MOST_LETTERS - 3]}..."
 
 
 def _seconds(seconds: float | None) -> str:

@@ -18,6 +18,8 @@ TASKS = ("forward", "backward", "input_gradient", "weight_gradient")
 """The kinds of span that run once for each microbatch."""
 ONCE = ("prologue", "epilogue")
 """The kinds that run once per step."""
+KERNEL = "kernel"
+"""The opcode of what ran on a GPU and could not be led back to an operation of the program; its name is the kernel's."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,7 +77,7 @@ class ProgramOperation:
 
     Attributes:
         name: what XLA calls it.
-        opcode: of HLO.
+        opcode: of HLO, or `KERNEL`.
         collective: `all-reduce`, `all-gather`, ...; empty for compute.
         axes: the mesh axes whose devices take part in a collective; of groups that are no axes of the mesh, none.
         groups: the devices of each group of a collective, by their places in the mesh.
@@ -104,6 +106,7 @@ class RecordedOperation:
         device: its place in the mesh, row-major.
         start_s: when it began.
         end_s: when it ended.
+        goes_on: it is a further kernel of the execution before it.
     """
 
     call: int
@@ -111,6 +114,7 @@ class RecordedOperation:
     device: int
     start_s: float
     end_s: float
+    goes_on: bool = False
 
     @property
     def seconds(self) -> float:

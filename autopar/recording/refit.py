@@ -7,7 +7,8 @@ explain what was measured:
     other compute   bandwidth / r, launch r  r: the same of what is left of the compute
     collectives     a + b x bytes that a rank sends, by least relative squares, for each kind
 
-A device whose products have a curve of their sizes has one r for all its compute, as products are then not told apart in a plan.
+A device whose products have a curve of their sizes has one r for all its compute, as products are then not told apart in a plan;
+so do runs with kernels that could not be led back to operations, as these may be products.
 Collectives count from when their last rank came: waiting for it is no property of a link. What can go wrong: runs that tell too
 little, such as collectives of one size, from which latency and bandwidth cannot be told apart. Such figures stay as they were.
 """
@@ -30,7 +31,7 @@ from autopar.errors import ArgumentError
 from autopar.explain.units import seconds_text
 from autopar.plan import Plan
 from autopar.recording.device_times import collective_runs, device_times
-from autopar.recording.recorded import ProgramOperation, Recorded
+from autopar.recording.recorded import KERNEL, ProgramOperation, Recorded
 
 APART = 2.0
 """Collectives whose largest size is this many times the smallest tell latency from bandwidth."""
@@ -71,7 +72,8 @@ def refit(cluster: Cluster, runs: Sequence[Recorded]) -> Refitted:
         )
     fitted: list[str] = []
     kept: list[str] = []
-    found = _fit_compute(cluster, [_compute_of(run, cluster.device) for run in told], fitted, kept)
+    is_told = not any(one.opcode == KERNEL and not one.collective for run in told for one in run.program)
+    found = _fit_compute(cluster, [_compute_of(run, cluster.device) for run in told], fitted, kept, apart=is_told)
     found = _fit_links(found, told, fitted, kept)
     kept.append("memory, overlap, calls, and the links of outer tiers: a recording does not tell them")
     return Refitted(found, tuple(fitted), tuple(kept))
@@ -90,10 +92,12 @@ def _compute_of(run: Recorded, device: Device) -> _Compute:
     )
 
 
-def _fit_compute(cluster: Cluster, seen: Sequence[_Compute], fitted: list[str], kept: list[str]) -> Cluster:
-    """One factor for products and one for the rest, where a plan tells them apart; else one for all."""
+def _fit_compute(
+    cluster: Cluster, seen: Sequence[_Compute], fitted: list[str], kept: list[str], *, apart: bool
+) -> Cluster:
+    """One factor for products and one for the rest, where runs (`apart`) and plan tell them apart; else one for all."""
     device = cluster.device
-    if any(any(curve.half) for curve in device.matrix_efficiency.values()):
+    if not apart or any(any(curve.half) for curve in device.matrix_efficiency.values()):
         factor = _mean_ratio([(one.total_s, one.predicted_s) for one in seen])
         if factor is None:
             kept.append("compute: none was predicted, or none was measured")

@@ -1,8 +1,14 @@
-"""What is measured: products, pointwise work, collectives and calls, of sizes that tell on the platform at hand."""
+"""What is measured: products, pointwise work, collectives and calls, of sizes that tell on the platform at hand.
+
+Compiling a case takes seconds on some platforms, so cases come in the order of what they tell: first those without which a figure
+cannot be fitted, then one more of each kind and number format in turn. Lists of sizes below begin with the most telling ones.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 from autopar.cost_model.calibration.tuning import TUNING
@@ -10,9 +16,9 @@ from autopar.cost_model.calibration.tuning import TUNING
 Collective = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute"]
 Kind = Literal["product", "reordered", "transposed", "random", "pointwise", "operation", "dispatch"] | Collective
 PRODUCTS_CPU = (
+    (512, 512, 512),
     (32, 32, 32),
     (128, 128, 128),
-    (512, 512, 512),
     (64, 256, 1024),
     (256, 64, 256),
     (1024, 256, 32),
@@ -23,16 +29,20 @@ PRODUCTS_CPU = (
 )
 """The last three are narrow, as channels split over many devices make them: libraries compute whole tiles."""
 PRODUCTS = (
-    *((size,) * 3 for size in (512, 1024, 2048, 4096, 8192)),
+    (4096, 4096, 4096),
+    (512, 512, 512),
     (8192, 1024, 128),
     (512, 4096, 4096),
     (4096, 128, 4096),
+    *((size,) * 3 for size in (2048, 1024, 8192)),
 )
 ATTENTION_CPU = ((2, 64, 8, 32), (1, 128, 4, 64), (4, 128, 8, 16))
 ATTENTION = ((4, 1024, 16, 64), (8, 2048, 16, 128))
-TRANSPOSED_CPU = ((256, 128), (256, 1024), (1024, 256))
-TRANSPOSED = ((1024, 1024), (4096, 4096), (16384, 1024))
+TRANSPOSED_CPU = ((256, 1024), (1024, 256), (256, 128))
+TRANSPOSED = ((4096, 4096), (16384, 1024), (1024, 1024))
 COLLECTIVES: tuple[Collective, ...] = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute")
+NEEDED: Mapping[Kind, int] = {"dispatch": 2, **dict.fromkeys(COLLECTIVES, 2)}
+"""How many cases of a kind its figures need, if more than one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,19 +77,38 @@ class Sample:
 
 
 def cases_for(platform: str, devices: int) -> tuple[Case, ...]:
-    """List what is worth measuring on this many devices of a platform."""
+    """List what is worth measuring on this many devices of a platform, in the order of what it tells."""
     on_cpu = platform == "cpu"
     formats = ("float32",) if on_cpu else ("bfloat16", "float16", "float32")
     shapes = PRODUCTS_CPU if on_cpu else PRODUCTS
     cases = [Case("product", shape, dtype) for dtype in formats for shape in shapes]
     cases += [Case("reordered", sizes, formats[0]) for sizes in (ATTENTION_CPU if on_cpu else ATTENTION)]
     cases += [Case("transposed", sizes, formats[0]) for sizes in (TRANSPOSED_CPU if on_cpu else TRANSPOSED)]
-    cases += [Case("random", (size,), "uint32") for size in ((2**16, 2**18) if on_cpu else (2**22, 2**26))]
-    lengths = (2**12, 2**16, 2**20, 2**23) if on_cpu else (2**16, 2**22, 2**26, 2**29)
+    cases += [Case("random", (size,), "uint32") for size in ((2**18, 2**16) if on_cpu else (2**26, 2**22))]
+    lengths = (2**23, 2**12, 2**20, 2**16) if on_cpu else (2**29, 2**16, 2**26, 2**22)
     cases += [Case("pointwise", (length,)) for length in lengths]
     cases += [Case("operation", (TUNING.chains * TUNING.chain_length,))]
     cases += [Case("dispatch", (arrays,)) for arrays in (1, 100)]
     groups = [n for n in range(2, devices + 1) if devices % n == 0 and (n & (n - 1) == 0 or n == devices)]
-    payloads = (2**10, 2**16, 2**20, 2**22) if on_cpu else (2**12, 2**20, 2**26)
-    cases += [Case(kind, (n, size)) for kind in COLLECTIVES for n in groups for size in payloads]
-    return tuple(cases)
+    payloads = (2**22, 2**10, 2**20, 2**16) if on_cpu else (2**26, 2**12, 2**20)
+    cases += [Case(kind, (n, size)) for kind in COLLECTIVES for n in reversed(groups) for size in payloads]
+    needed = needed_of(cases)
+    return (*needed, *_in_turn([case for case in cases if case not in needed]))
+
+
+def needed_of(cases: Sequence[Case]) -> tuple[Case, ...]:
+    """The first of each kind and format, of calls and collectives the first two: their figures tell a start from a rate."""
+    return tuple(case for own in _alike(cases) for case in own[: NEEDED.get(own[0].kind, 1)])
+
+
+def _in_turn(cases: Sequence[Case]) -> Iterator[Case]:
+    """One of each kind and format, another of each, and so on."""
+    for turn in itertools.zip_longest(*_alike(cases)):
+        yield from (case for case in turn if case is not None)
+
+
+def _alike(cases: Sequence[Case]) -> list[list[Case]]:
+    found: dict[tuple[Kind, str], list[Case]] = {}
+    for case in cases:
+        found.setdefault((case.kind, case.dtype), []).append(case)
+    return list(found.values())

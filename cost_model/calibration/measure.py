@@ -1,22 +1,34 @@
 """Times compiled cases in rounds: what the devices at hand take for products, pointwise work, collectives and calls.
 
-In: JAX devices and a time limit. Out: `Sample`s, the least seconds of each case over the rounds. Rounds go through all cases in
-turn. What can go wrong: a busy machine; `Sample.spread` tells how unsteady the rounds were.
+In: JAX devices and a time limit. Out: `Sample`s, the least seconds of each case over the rounds. The limit counts compiling,
+which takes seconds a case where compilers try kernels out:
+
+    the cases that every figure needs    compiled whatever it takes, up to the limit of the whole command
+    two rounds of these                  and their samples: a first result
+    further cases                        while compiling has part of its share left
+    rounds of all                        until the time is over, at least two, and samples again
+
+What can go wrong: a busy machine; `Sample.spread` tells how unsteady the rounds were. Time that is over before all needed cases
+are compiled; there are no samples then.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
 
-from autopar.cost_model.calibration.cases import Case, Sample
+from autopar.cost_model.calibration.cases import Case, Sample, needed_of
 from autopar.cost_model.calibration.clocks import step_clock
 from autopar.cost_model.calibration.programs import Program, make_program
 from autopar.cost_model.calibration.tuning import TUNING
+
+COMPILING = 0.6
+"""The share of the time that goes to compiling, if that of the needed cases does not take more."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -38,25 +50,47 @@ class _Prepared:
 
 
 def measure(
-    devices: Sequence[jax.Device], cases: Sequence[Case], *, seconds: float
+    devices: Sequence[jax.Device],
+    cases: Sequence[Case],
+    *,
+    seconds: float,
+    most_s: float = math.inf,
+    now: Callable[[], float] = time.perf_counter,
 ) -> Iterator[tuple[str, float] | Sample]:
-    """Compile every case, then time all of them in rounds until `seconds` are over; at least two rounds are made.
+    """Compile cases and time them in rounds until `seconds` are over.
 
-    Yields (what is being done, part done) as it goes, then the samples.
+    Yields (what is being done, part done) as it goes, and samples: of the needed cases early, and of all that there was time for
+    at the end. None if the needed ones are not compiled within `most_s`.
     """
-    started = time.perf_counter()
-    prepared = []
-    for number, case in enumerate(cases):
-        yield f"compiling {case.label}", 0.5 * number / len(cases)
+    begun_s, needed = now(), needed_of(cases)
+    prepared: list[_Prepared] = []
+    for case in needed:
+        if now() - begun_s >= most_s:
+            return
+        yield f"compiling {case.label}", 0.5 * len(prepared) / len(cases)
         prepared.append(_prepare(case, devices))
-    begun = time.perf_counter()
-    rounds = 0
-    while rounds < 2 or time.perf_counter() - started < seconds - (time.perf_counter() - begun) / rounds:
+    compile_s = (now() - begun_s) / max(len(prepared), 1)
+    yield from _measure_rounds(prepared)
+    for case in [case for case in cases if case not in needed]:
+        if now() - begun_s + compile_s > COMPILING * seconds:
+            break
+        yield f"compiling {case.label}", 0.5 * len(prepared) / len(cases)
+        prepared.append(_prepare(case, devices))
+        compile_s = max(compile_s, (now() - begun_s) / len(prepared))
+    yield from _measure_rounds(prepared, left_s=lambda: seconds - (now() - begun_s))
+
+
+def _measure_rounds(
+    prepared: Sequence[_Prepared], *, left_s: Callable[[], float] = lambda: 0.0
+) -> Iterator[tuple[str, float] | Sample]:
+    """Two rounds, and more while there is time for another; then the samples."""
+    rounds, first_s = 0, left_s()
+    while rounds < 2 or left_s() > (first_s - left_s()) / rounds:
         for one in prepared:
             one.times_s.append(_time(one.run, one.count, one.clock))
             one.empty_s.append(_time(one.run, 0, one.clock))
         rounds += 1
-        yield f"round {rounds}", 0.5 + 0.5 * min(1.0, (time.perf_counter() - begun) / (seconds - (begun - started)))
+        yield f"round {rounds}", 1.0 - 0.5 * max(0.0, left_s() / first_s if first_s > 0 else 0.0)
     for one in prepared:
         yield one.sample()
 

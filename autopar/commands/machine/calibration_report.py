@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import collections
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.table import Table
 
-from autopar.cost_model.calibration.cases import Sample
+from autopar.cost_model.calibration.cases import Case, Sample
 from autopar.cost_model.calibration.fit_cluster import Calibrated
 from autopar.cost_model.calibration.waiting import Waited, are_steady
 from autopar.cost_model.machine import Cluster
@@ -16,11 +17,45 @@ UNSTEADY = 1.5
 """Where the median round takes this many times the least, the machine counts as busy."""
 
 
-def waiting_source(waited: Sequence[Waited]) -> str:
+MEASURED_WAITING = "waiting by the wall's clock, beside compute alone"
+"""What the file says of waiting that was measured."""
+
+
+def waiting_source(waited: Sequence[Waited], *, has_time: bool = True) -> str:
     """Where the file's figures of waiting come from."""
     if are_steady(waited):
-        return "waiting by the wall's clock, beside compute alone"
-    return "waiting was not measured: " + ("other programs ran" if waited else "each device has a core of its own")
+        return MEASURED_WAITING
+    nothing = "each device has a core of its own" if has_time else "time was over"
+    return f"waiting was not measured: {'other programs ran' if waited else nothing}"
+
+
+def list_left_out(cases: Sequence[Case], samples: Sequence[Sample]) -> Iterator[str]:
+    """Yield how many cases of each kind and format there was no time for."""
+    measured = {sample.case for sample in samples}
+    every = collections.Counter((case.kind, case.dtype) for case in cases)
+    left = collections.Counter((case.kind, case.dtype) for case in cases if case not in measured)
+    for (kind, dtype), count in left.items():
+        yield f"{count} of {every[kind, dtype]} {kind} {dtype}"
+
+
+def describe_left_out(left_out: Sequence[str]) -> Iterator[str]:
+    """Yield a line that says it, if anything was left out."""
+    if left_out:
+        yield f"left out for want of time (--seconds): {', '.join(left_out)}"
+
+
+def describe_steps(ratios: Mapping[str, float], factor: float) -> Iterator[str]:
+    """Yield what whole steps take, if they were measured."""
+    if ratios:
+        yield (
+            f"whole steps take {factor:.2f} times the sum of their parts ({list_ratios(ratios)}); the file has it in the "
+            "device's figures"
+        )
+
+
+def list_ratios(ratios: Mapping[str, float]) -> str:
+    """The models with their ratios."""
+    return ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
 
 
 def describe_waiting(cluster: Cluster, waited: Sequence[Waited]) -> Iterator[str]:

@@ -1,7 +1,8 @@
 """Whole steps against the sum of their parts: what a step costs beside what the cluster says that it computes.
 
 In: a cluster, and the devices that it was measured on. Out: for each model the ratio of measured to predicted seconds of
-compute. The models take turns, so that all see the same machine.
+compute. The models take turns, so that all see the same machine. What can go wrong: no time for them, since a step takes long to
+compile; a model that would take longer than what is left is left out, as far as that can be known before.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ WHOLE_STEPS: Mapping[str, Mapping[str, int]] = {
     "unet": {"base_channels": 128, "image_size": 64, "batch": 32},
 }
 """Models and sizes: so large that an accelerator does more than launch kernels."""
-WARM_STEPS, STEPS = 2, 15
+WARM_STEPS, STEPS, LEAST_STEPS = 2, 15, 3
+"""Steps that do not count, those that do, and how many of these are made when time is over."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -65,22 +67,52 @@ class WholeStep:
         return max(computed_s, 0.1 * self.beside_s) / self.computed_s
 
 
-def measure_whole_steps(cluster: Cluster, devices: Sequence[jax.Device], console: Console) -> dict[str, float]:
-    """For each model, the seconds that whole steps compute over those that the cluster says."""
+def measure_whole_steps(
+    cluster: Cluster,
+    devices: Sequence[jax.Device],
+    console: Console,
+    *,
+    left_s: Callable[[], float],
+    first_s: float,
+) -> dict[str, float]:
+    """For each model that there is time for, the seconds that whole steps compute over those that the cluster says.
+
+    Args:
+        cluster: What the parts say.
+        devices: That it was measured on.
+        console: Where to show progress.
+        left_s: How much time is left.
+        first_s: How long the first model may take to compile; another takes as long as the one before.
+    """
     clock = step_clock(devices)
-    models = WHOLE_STEPS_CPU if devices[0].platform == "cpu" else WHOLE_STEPS
+    steps: list[WholeStep] = []
     with console.status("planning whole steps") as status:
-        steps = []
-        for name, sizes in models.items():
+        for name, sizes in _models(devices).items():
+            before_s = left_s()
+            if before_s < first_s:
+                break
             status.update(f"planning and compiling a step of {name}")
             steps.append(_plan_step(name, sizes, cluster=cluster, devices=devices))
-        for turn in range(WARM_STEPS + STEPS):
+            steps[-1].run(clock)
+            first_s = before_s - left_s()
+        for turn in range(WARM_STEPS + STEPS if steps else 0):
+            if turn >= WARM_STEPS + LEAST_STEPS and left_s() <= 0:
+                break
             status.update(f"whole steps, round {turn + 1} of {WARM_STEPS + STEPS}")
             for step in steps:
                 step.run(clock)
     for step in steps:
-        del step.times_s[:WARM_STEPS]
+        del step.times_s[: 1 + WARM_STEPS]
     return {step.name: step.ratio() for step in steps}
+
+
+def steps_left_out(devices: Sequence[jax.Device], ratios: Mapping[str, float]) -> list[str]:
+    """The models whose steps were not measured, in words."""
+    return [f"whole steps of {name}" for name in _models(devices) if name not in ratios]
+
+
+def _models(devices: Sequence[jax.Device]) -> Mapping[str, Mapping[str, int]]:
+    return WHOLE_STEPS_CPU if devices[0].platform == "cpu" else WHOLE_STEPS
 
 
 def _plan_step(name: str, sizes: Mapping[str, int], *, cluster: Cluster, devices: Sequence[jax.Device]) -> WholeStep:

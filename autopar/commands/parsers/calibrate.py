@@ -17,7 +17,11 @@ def add(parser: argparse.ArgumentParser) -> None:
         "-o", "--output", type=Path, default=Path("cluster.json"), metavar="FILE", help="default %(default)s"
     )
     parser.add_argument(
-        "--seconds", type=values.positive, default=100, metavar="N", help="how long to take; default %(default)s"
+        "--seconds",
+        type=values.positive,
+        default=100,
+        metavar="N",
+        help="how long to take at the most, with compiling; what is left out for want of time is said; default %(default)s",
     )
     parser.add_argument(
         "--from",

@@ -215,8 +215,8 @@ def test_what_is_measured_is_measured(kind):
     """One case of a kind on two devices takes some time, and no more than all of it."""
     case = next(case for case in cases_for("cpu", 2) if case.kind == kind)
     samples = [event for event in measure(jax.devices()[:2], [case], seconds=0.5) if isinstance(event, Sample)]
-    assert [sample.case for sample in samples] == [case]
-    assert 1e-7 < samples[0].seconds < 1.0
+    assert [sample.case for sample in samples] == [case] * 2  # a first result, and the last
+    assert all(1e-7 < sample.seconds < 1.0 for sample in samples)
 
 
 @pytest.mark.slow
@@ -224,7 +224,7 @@ def test_calibrate_writes_a_file_that_plans_and_that_parallelize_accepts(tmp_pat
     path = tmp_path / "here.json"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", AutoparWarning)  # of a busy machine, which a test may well run on
-        assert main(["calibrate", "-o", str(path), "--seconds", "1", "--devices", "4"]) == 0
+        assert main(["calibrate", "-o", str(path), "--seconds", "60", "--devices", "4"]) == 0
     output = capsys.readouterr().out
     assert "wrote" in output
     assert "products, float32" in output
