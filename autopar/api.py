@@ -321,7 +321,7 @@ def parallelize(
         static_argnums: positions of the arguments that are compile-time constants; they must be hashable. Leaves that are no
             arrays, such as functions and strings, are constants in any case, and so is what `jax.jit` of `fun` takes as static.
         static_argnames: the same by the arguments' names; these may be keyword-only.
-        memory_limit_bytes: a hard limit, in bytes per device; None takes the memory of the cluster's devices.
+        memory_limit_bytes: a hard limit, in bytes per device; None takes what the cluster's devices have, and JAX may take.
         constraints: layouts that the plan must keep: a mapping of leaf-path globs to a `PartitionSpec`, `Replicated` or `Split`;
             a preset such as `data_parallel()`; or a list of these, of which the last that matches a leaf holds.
         cluster: what the machine can do: the name of a preset, the path of a cluster file, or a `Cluster`; `"auto"` looks up

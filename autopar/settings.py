@@ -141,18 +141,37 @@ def choose_one_mesh(settings: Settings) -> tuple[LogicalMesh, ...]:
 def make_request(settings: Settings, meshes: tuple[LogicalMesh, ...] = ()) -> PlanRequest:
     """What the planner is asked; `meshes` are left out for a pipeline, whose stages have their own."""
     cluster = choose_cluster(settings)
-    limit = settings.memory_limit_bytes
-    if limit is None and math.isfinite(cluster.usable_memory_bytes):
-        limit = int(cluster.usable_memory_bytes)
     return PlanRequest(
         meshes=meshes,
         cluster=cluster,
-        memory_limit_bytes=limit,
+        memory_limit_bytes=_choose_limit(settings, cluster),
         constraints=_gather_constraints(settings),
         options=_options(settings),
         processes=settings.processes,
         budget=settings.budget,
     )
+
+
+def _choose_limit(settings: Settings, cluster: Cluster) -> int | None:
+    """The limit that is given, or the memory of the cluster's devices, of which JAX may take a part alone; None: no limit."""
+    if settings.memory_limit_bytes is not None:
+        return settings.memory_limit_bytes
+    at_hand = [] if isinstance(settings.devices, int) else list_devices(settings)
+    limit = min([cluster.usable_memory_bytes, *filter(None, map(allocatable_bytes, at_hand))])
+    return int(limit) if math.isfinite(limit) else None
+
+
+def allocatable_bytes(device: jax.Device) -> int | None:
+    """How much of a device's memory JAX may take: three quarters of a GPU's, unless XLA_PYTHON_CLIENT_MEM_FRACTION says else.
+
+    None where JAX sets itself no limit, as on CPUs, or the device is another process's, or there only to compile for.
+    """
+    try:
+        stats = device.memory_stats() or {}
+    except jax.errors.JaxRuntimeError:
+        return None
+    limit: int | None = stats.get("bytes_limit")
+    return limit
 
 
 def _options(settings: Settings) -> PlannerOptions:

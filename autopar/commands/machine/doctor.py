@@ -33,6 +33,7 @@ from autopar.cost_model.hardware import find_preset
 from autopar.explain import standard_output
 from autopar.explain.units import bytes_text, seconds_text
 from autopar.plan_cache.folder import cache_folder
+from autopar.settings import allocatable_bytes
 
 UNWELL = 1
 State = Literal["well", "note", "wrong"]
@@ -136,11 +137,12 @@ def _devices(count: int | None) -> Iterator[Finding]:
         yield Finding("cluster", "note", f"{known}, for virtual devices; `autopar calibrate` measures these")
     else:
         yield Finding("cluster", "well", known)
-    limit = (first.memory_stats() or {}).get("bytes_limit")
+    limit = allocatable_bytes(first)
     if limit:
         usable = nearest.cluster.usable_memory_bytes
         text = f"JAX has {bytes_text(limit)} of a device, the cluster says {bytes_text(usable)}"
-        yield Finding("memory", "well" if limit >= usable else "note", text)
+        more = "; plans keep to the former, XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 gives more"
+        yield Finding("memory", "well", text) if limit >= usable else Finding("memory", "note", text + more)
 
 
 def _collectives(count: int | None) -> Iterator[Finding]:
