@@ -23,8 +23,9 @@ def limit_of(monkeypatch, stats, **wishes):
         return stats
 
     looked_at = types.SimpleNamespace(memory_stats=memory_stats)
+    step = autopar.parallelize(lambda w, x: (w, x @ w), cluster=CLUSTER, **wishes)
     monkeypatch.setattr(settings, "list_devices", lambda _: [looked_at, looked_at])
-    return autopar.parallelize(lambda w, x: (w, x @ w), cluster=CLUSTER, **wishes).plan(SHAPE, SHAPE).memory_limit_bytes
+    return step.plan(SHAPE, SHAPE).memory_limit_bytes
 
 
 USABLE = int(preset(CLUSTER).usable_memory_bytes)
