@@ -85,6 +85,21 @@ def flops(eqn: JaxprEqn, rule: FactorRule) -> float:
     return 2.0 * products * batch * heads * queries * keys * depth * setting.part
 
 
+def between_kernels(eqn: JaxprEqn) -> float:
+    """Bytes of scores that the kernels of its blocks hand to each other, of all devices together.
+
+    Forward: a product writes them in float32, a kernel reads them and writes weights as narrow as the operands, which a product
+    reads. Backward: two such products, one kernel that reads both, and weights and gradients that are written once each and
+    read by three products. A test counts the same in the loops of `blocks.py`.
+    """
+    setting: Setting = eqn.params["setting"]
+    batch, queries, heads, _ = shape_of(eqn.invars[0])
+    itemsize, precise = itemsize_of(eqn.invars[0].aval), max(itemsize_of(eqn.invars[0].aval), 4)
+    is_backward = len(eqn.invars) > _count(setting)
+    each = 4 * precise + 5 * itemsize if is_backward else 2 * precise + 2 * itemsize
+    return float(batch * heads * queries * shape_of(eqn.invars[1])[1] * each * setting.part)
+
+
 def _count(setting: Setting) -> int:
     """The number of operands of the forward pass."""
     return 3 + setting.has_bias + setting.has_mask

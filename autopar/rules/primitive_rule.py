@@ -53,6 +53,7 @@ class PrimitiveRule:
     divided: Divided | None = None
     scratch: Scratch | None = None
     once: bool = False
+    between: Callable[[JaxprEqn], float] | None = None
 
     @property
     def heavy(self) -> bool:

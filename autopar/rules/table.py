@@ -12,6 +12,7 @@ Nothing else in autopar knows a primitive by name, except control flow, whose su
     barrier       it is another name of a value, which compilers do not see through
     divided       the function from a division of its factors to what the devices then exchange within it
     scratch       the function from local shapes of its operands to the bytes that a device needs while it runs
+    between       the function to the bytes that its own kernels hand to each other, of all devices together; None: none do
     once          it calls Python, which one device does for all, and no microbatch by itself
     permutation   the function from an equation to the order in which it puts its operand's dimensions
 
@@ -52,7 +53,12 @@ from autopar.rules.primitive_rule import Work
 # What several rows share, so that each is one line.
 _FACTORIZATION = Row(rule=matrices.factorization, local=matrices.one_by_one, flops=flops.of_factorization)
 _attention = functools.partial(
-    Row, work=Work.CONTRACTION, flops=attention.flops, divided=attention.divided, scratch=attention.scratch
+    Row,
+    work=Work.CONTRACTION,
+    flops=attention.flops,
+    between=attention.between_kernels,
+    divided=attention.divided,
+    scratch=attention.scratch,
 )
 _windows = functools.partial(Row, local=windows.reduce_window_local, divided=windows.reduce_window_divided)
 

@@ -288,7 +288,7 @@ class Catalogue:
             read[0] = min(read[0], made)
         moved = made * (1.0 if traffic is None else traffic.writes[0]) + sum(read)
         flops = flops / strategy.ways if entry.heavy else 0.0
-        return roofline_s(
+        return self._between_s(eqn, entry, strategy) + roofline_s(
             self.cluster.device if has_tiles else dataclasses.replace(self.cluster.device, thread_blocks=None),
             flops=flops,
             moved_bytes=moved,
@@ -298,6 +298,13 @@ class Catalogue:
             reordered_bytes=self._reordered_bytes(eqn, strategy),
             random_bytes=self._out_bytes(eqn, strategy) if entry.random else 0.0,
         )
+
+    def _between_s(self, eqn: Equation, entry: PrimitiveRule, strategy: ShardingStrategy) -> float:
+        """Seconds in which an operation's own kernels hand values to each other, where memory and not arithmetic is the limit."""
+        device = self.cluster.device
+        if entry.between is None or not device.fuses:
+            return 0.0
+        return entry.between(eqn) / strategy.ways / device.sustained_bytes_per_s
 
     def _kernel_s(self, eqn: Equation, entry: PrimitiveRule, strategy: ShardingStrategy, traffic: Traffic) -> float:
         """Seconds of an equation's part of a kernel, which moves bytes; of equal choices the one that computes less is best."""
