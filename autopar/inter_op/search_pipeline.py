@@ -147,9 +147,10 @@ def _plan_best_number(
 
     Raises OutOfMemoryError if none fits, also of those that are chosen in less memory.
     """
-    known, best, too_large = KnownStages(), None, None
+    known, tried, best, too_large = KnownStages(), list[Found](), None, None
 
     def plan(one: Found) -> PlannedPipeline:
+        tried.append(one)
         return _plan_found(traced, split, one, wishes, request, tuning, known, kinds)
 
     for one in (found, *found.others[: tuning.second_looks]):
@@ -164,13 +165,14 @@ def _plan_best_number(
             best = one, planned
     if best is None:
         assert too_large is not None
-        return _plan_in_less_memory(found, plan, request, tuning, too_large)
-    return _compare_with_less_memory(found, best, plan, request, tuning)
+        return _plan_in_less_memory(found, tried, plan, request, tuning, too_large)
+    return _compare_with_less_memory(found, best, tried, plan, request, tuning)
 
 
 def _compare_with_less_memory(
     found: Found,
     best: tuple[Found, PlannedPipeline],
+    tried: Sequence[Found],
     plan: Callable[[Found], PlannedPipeline],
     request: PlanRequest,
     tuning: Tuning,
@@ -180,7 +182,7 @@ def _compare_with_less_memory(
         return best
     try:
         again = found.choose_within(tuning.smaller_rooms[0])
-        if isinstance(again, NotFaster) or _is_same(again, best[0]):
+        if isinstance(again, NotFaster) or any(_is_same(again, one) for one in tried):
             return best
         if not _may_be_faster(again, *best, request, tuning):
             return best
@@ -192,13 +194,13 @@ def _compare_with_less_memory(
 
 def _plan_in_less_memory(
     found: Found,
+    tried: Sequence[Found],
     plan: Callable[[Found], PlannedPipeline],
     request: PlanRequest,
     tuning: Tuning,
     too_large: OutOfMemoryError,
 ) -> tuple[Found, PlannedPipeline]:
     """Stages chosen again, in less of the memory: a sum of layers leaves things out. Raises `too_large` if none fits."""
-    tried = [found]
     for room in tuning.smaller_rooms:
         if request.has_fallback:
             request.budget.require_time()
@@ -207,7 +209,6 @@ def _plan_in_less_memory(
             if isinstance(again, NotFaster):
                 break
             if not any(_is_same(again, one) for one in tried):
-                tried.append(again)
                 return again, plan(again)
         except OutOfMemoryError:
             continue

@@ -7,14 +7,22 @@ import pytest
 
 from autopar.errors import OutOfMemoryError
 from autopar.inter_op import search_pipeline
+from autopar.inter_op.search import NotFaster
 from autopar.inter_op.tuning import TUNING
 from autopar.solver.budget import Budget
 
 
-def found_of(promised_s, *others):
-    """What a search found, of which only the promised seconds matter."""
+def found_of(promised_s, *others, within=None):
+    """What a search found, of which only the promised seconds matter, and what it finds in less memory, by the part of it."""
+    same = dict.fromkeys(("cuts", "sizes", "meshes", "shares", "kinds"), ())
+
+    def choose_within(room):
+        return (within or {}).get(room, NotFaster(()))
+
     choice = types.SimpleNamespace(step_s=promised_s)
-    return types.SimpleNamespace(choice=choice, others=others)
+    return types.SimpleNamespace(
+        choice=choice, others=others, choose_within=choose_within, timetable=promised_s, **same
+    )
 
 
 @pytest.fixture
@@ -31,7 +39,7 @@ def choose(monkeypatch):
             return types.SimpleNamespace(plan=types.SimpleNamespace(step_s=whole_s[one.choice.step_s]))
 
         monkeypatch.setattr(search_pipeline, "_plan_found", plan_found)
-        request = types.SimpleNamespace(budget=budget or Budget())
+        request = types.SimpleNamespace(budget=budget or Budget(), has_fallback=False)
         taken, pipeline = search_pipeline._plan_best_number(None, None, found, None, request, tuning, ())
         return taken.choice.step_s, pipeline.plan.step_s, [one.choice.step_s for one in planned]
 
@@ -57,3 +65,28 @@ def test_as_many_numbers_are_planned_as_the_tuning_says_and_none_when_time_is_up
     assert choose(found, whole_s) == (1.01, 1.2, [1.0, 1.01])
     assert choose(found, whole_s, tuning=dataclasses.replace(TUNING, second_looks=2)) == (1.02, 1.1, [1.0, 1.01, 1.02])
     assert choose(found, whole_s, budget=Budget(seconds=0)) == (1.0, 1.3, [1.0])
+
+
+ROOM = TUNING.smaller_rooms[0]
+
+
+def test_stages_chosen_in_less_memory_are_planned_where_the_promise_is_broken_and_taken_if_they_are_faster(choose):
+    promised = {1.0: 1.5, 1.2: 1.3}
+    assert choose(found_of(1.0, within={ROOM: found_of(1.2)}), promised) == (1.2, 1.3, [1.0, 1.2])
+    assert choose(found_of(1.0, within={ROOM: found_of(1.2)}), {**promised, 1.2: 1.6}) == (1.0, 1.5, [1.0, 1.2])
+    assert choose(found_of(1.0, within={ROOM: found_of(1.2)}), {**promised, 1.2: None}) == (1.0, 1.5, [1.0, 1.2])
+
+
+def test_stages_chosen_in_less_memory_are_left_if_they_promise_nothing_or_were_planned_or_time_is_up(choose):
+    whole_s = {1.0: 1.5, 1.2: 1.3, 1.6: 1.0}
+    assert choose(found_of(1.0, within={ROOM: found_of(1.6)}), whole_s) == (1.0, 1.5, [1.0])
+    assert choose(found_of(1.0, within={ROOM: found_of(1.0)}), whole_s) == (1.0, 1.5, [1.0])
+    in_time = {"budget": Budget(seconds=0)}
+    assert choose(found_of(1.0, within={ROOM: found_of(1.2)}), whole_s, **in_time) == (1.0, 1.5, [1.0])
+    assert choose(found_of(1.0, within={ROOM: found_of(1.2)}), {1.0: 1.0, 1.2: 0.5}) == (1.0, 1.0, [1.0])
+
+
+def test_stages_that_do_not_fit_are_chosen_in_less_and_less_memory(choose):
+    first, second = TUNING.smaller_rooms[:2]
+    found = found_of(1.0, within={first: found_of(1.2), second: found_of(1.4)})
+    assert choose(found, {1.0: None, 1.2: None, 1.4: 1.5}) == (1.4, 1.5, [1.0, 1.2, 1.4])

@@ -126,7 +126,7 @@ def test_of_gradients_in_buckets_one_bucket_stands_alone_at_the_end():
 @pytest.mark.parametrize("size", [1e3, 1e5, 1e9])
 def test_a_plan_a_simulator_and_a_bound_know_the_buckets_of_a_cluster(size):
     cluster = dataclasses.replace(CLUSTER, overlap=Overlap({"data_parallel": 0.5, "zero3": 0.5}, 0.1, size))
-    plan = plan_of(cluster, 4096, mesh_shape=(8,), constraints=autopar.data_parallel())
+    plan = plan_of(cluster, 65536, mesh_shape=(8,), constraints=autopar.data_parallel())
     assert plan.step_s == pytest.approx(reprice(plan, cluster).step_s, rel=1e-9)
     late = [item for item in plan.collectives if item.overlap == "data_parallel"]
     for is_sum in (True, False):
@@ -137,7 +137,7 @@ def test_a_plan_a_simulator_and_a_bound_know_the_buckets_of_a_cluster(size):
         buckets = math.ceil(sum(item.count * item.bytes for item in moved) / size)
         assert hidden_s == pytest.approx(0.9 * (1 - 1 / buckets) * total_s if moved else 0.0)
     assert late
-    free = plan_of(cluster, 4096, mesh_shape=(8,))
+    free = plan_of(cluster, 65536, mesh_shape=(8,))
     assert free.lower_bound_s <= free.step_s <= plan.step_s * (1 + 1e-9)
 
 
