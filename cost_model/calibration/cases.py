@@ -41,6 +41,8 @@ ATTENTION = ((4, 1024, 16, 64), (8, 2048, 16, 128))
 TRANSPOSED_CPU = ((256, 1024), (1024, 256), (256, 128))
 TRANSPOSED = ((4096, 4096), (16384, 1024), (1024, 1024))
 COLLECTIVES: tuple[Collective, ...] = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute")
+ROUNDED = "tensorfloat32"
+"""What products of float32 run in where nothing else is asked for; a device without it takes as long as in float32."""
 NEEDED: Mapping[Kind, int] = {"dispatch": 2, **dict.fromkeys(COLLECTIVES, 2)}
 """How many cases of a kind its figures need, if more than one."""
 
@@ -62,6 +64,11 @@ class Case:
     dtype: str = "float32"
 
     @property
+    def element_type(self) -> str:
+        """The type of the operands' elements: products in `tensorfloat32` round elements of float32."""
+        return "float32" if self.dtype == ROUNDED else self.dtype
+
+    @property
     def label(self) -> str:
         """The case in words."""
         return f"{self.kind} {'x'.join(map(str, self.sizes))} {self.dtype}"
@@ -79,7 +86,7 @@ class Sample:
 def cases_for(platform: str, devices: int) -> tuple[Case, ...]:
     """List what is worth measuring on this many devices of a platform, in the order of what it tells."""
     on_cpu = platform == "cpu"
-    formats = ("float32",) if on_cpu else ("bfloat16", "float16", "float32")
+    formats = ("float32",) if on_cpu else ("bfloat16", "float16", ROUNDED, "float32")
     shapes = PRODUCTS_CPU if on_cpu else PRODUCTS
     cases = [Case("product", shape, dtype) for dtype in formats for shape in shapes]
     cases += [Case("reordered", sizes, formats[0]) for sizes in (ATTENTION_CPU if on_cpu else ATTENTION)]

@@ -22,7 +22,7 @@ from autopar.cost_model.device import Device, MatrixEfficiency
 from autopar.cost_model.tiers import MeasuredCollective
 
 HALF_LENGTHS = (0.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
-ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+ITEM_BYTES = {"float32": 4, "tensorfloat32": 4, "float16": 2, "bfloat16": 2}
 
 
 def fit_pointwise(samples: Sequence[Sample]) -> tuple[float, float]:

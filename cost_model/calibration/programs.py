@@ -54,11 +54,12 @@ def _make_loop(case: Case, devices: Sequence[jax.Device]) -> Program:
     """A program on all devices that repeats the case on each."""
     ranks = case.sizes[0] if case.kind in COLLECTIVES else 1
     mesh = Mesh(np.array(devices).reshape(-1, ranks), ("group", "rank"))
-    body, shapes = _loop_body(case, ranks)
+    body, shapes = _loop_body(case, ranks, devices[0].platform)
     spec = P(("group", "rank"))
     operands = [
         jax.device_put(
-            np.full((len(devices) * shape[0], *shape[1:]), 1 / 64, jnp.dtype(case.dtype)), NamedSharding(mesh, spec)
+            np.full((len(devices) * shape[0], *shape[1:]), 1 / 64, jnp.dtype(case.element_type)),
+            NamedSharding(mesh, spec),
         )
         for shape in shapes
     ]
@@ -80,7 +81,8 @@ def _make_straight(case: Case, devices: Sequence[jax.Device]) -> Program:
     mesh, spec = Mesh(np.array(devices), ("device",)), P("device")
     operands = [
         jax.device_put(
-            np.full((len(devices) * shape[0], *shape[1:]), 1 / 64, jnp.dtype(case.dtype)), NamedSharding(mesh, spec)
+            np.full((len(devices) * shape[0], *shape[1:]), 1 / 64, jnp.dtype(case.element_type)),
+            NamedSharding(mesh, spec),
         )
         for shape in shapes
     ]
@@ -123,12 +125,13 @@ def _random_body(case: Case) -> tuple[Body, list[Shape]]:
     return body, [(2,)] * TUNING.repeats
 
 
-def _loop_body(case: Case, ranks: int) -> tuple[Body, list[Shape]]:
+def _loop_body(case: Case, ranks: int, platform: str) -> tuple[Body, list[Shape]]:
     """One repetition as a function of what it carries, and the shapes of that on one device."""
     if case.kind == "product":
         m, n, k = case.sizes
-        return _run_layer, [(m, k), (k, n), (k, n)]
-    length = max(ranks * ranks, case.sizes[-1] // jnp.dtype(case.dtype).itemsize)
+        is_exact = case.dtype == "float32" and platform != "cpu"  # CPUs have one way alone
+        return functools.partial(_run_layer, lax.Precision.HIGHEST if is_exact else None), [(m, k), (k, n), (k, n)]
+    length = max(ranks * ranks, case.sizes[-1] // jnp.dtype(case.element_type).itemsize)
     length = ranks * math.ceil(length / ranks)
     match case.kind:
         case "pointwise":
@@ -148,13 +151,15 @@ def _loop_body(case: Case, ranks: int) -> tuple[Body, list[Shape]]:
             return lambda x: (lax.ppermute(x, "rank", around),), [(length,)]
 
 
-def _run_layer(x: jax.Array, weights: jax.Array, _: jax.Array) -> tuple[jax.Array, ...]:
+def _run_layer(
+    precision: lax.Precision | None, x: jax.Array, weights: jax.Array, _: jax.Array
+) -> tuple[jax.Array, ...]:
     """(m, k) x (k, n), and the two products of its backward pass: the gradients of x and of the weights."""
-    y = jnp.dot(x, weights)
+    y = jnp.dot(x, weights, precision=precision)
     return (
-        lax.dot_general(y, weights, (((1,), (1,)), ((), ()))),
+        lax.dot_general(y, weights, (((1,), (1,)), ((), ())), precision=precision),
         weights,
-        lax.dot_general(x, y, (((0,), (0,)), ((), ()))),
+        lax.dot_general(x, y, (((0,), (0,)), ((), ())), precision=precision),
     )
 
 

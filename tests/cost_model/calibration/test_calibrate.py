@@ -16,6 +16,7 @@ from jax import lax
 
 import autopar
 from autopar.__main__ import main
+from autopar.cost_model.calibration import programs
 from autopar.cost_model.calibration.cases import Case, Sample, cases_for
 from autopar.cost_model.calibration.clocks import undisturbed_s
 from autopar.cost_model.calibration.fit_cluster import MeasuredDevices, fit_cluster, slow_down
@@ -29,6 +30,7 @@ from autopar.cost_model.device import Device, MatrixEfficiency
 from autopar.cost_model.hardware import load_cluster, preset
 from autopar.errors import AutoparWarning
 from autopar.models import registry
+from autopar.rules.flops import number_format
 
 TRUE = Device(
     name="made up",
@@ -140,10 +142,33 @@ def test_no_fitted_figure_is_negative_and_a_figure_that_would_be_is_left_out():
 def test_on_a_cpu_small_sizes_are_measured_and_on_a_gpu_large_ones_and_all_formats():
     on_cpu, on_gpu = cases_for("cpu", 8), cases_for("gpu", 4)
     assert {case.dtype for case in on_cpu if case.kind != "random"} == {"float32"}
-    assert {case.dtype for case in on_gpu if case.kind == "product"} == {"bfloat16", "float16", "float32"}
+    assert {case.dtype for case in on_gpu if case.kind == "product"} == {
+        "bfloat16",
+        "float16",
+        "tensorfloat32",
+        "float32",
+    }
     assert {case.sizes[0] for case in on_cpu if case.kind == "all-reduce"} == {2, 4, 8}
     assert max(math.prod(case.sizes) for case in on_gpu if case.kind == "product") == 8192**3
     assert not [case for case in cases_for("gpu", 1) if case.kind == "all-reduce"]
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtype", "expected"),
+    [
+        ("cpu", "float32", "tensorfloat32"),
+        ("gpu", "float32", "float32"),
+        ("gpu", "tensorfloat32", "tensorfloat32"),
+        ("gpu", "bfloat16", "bfloat16"),
+    ],
+)
+def test_products_run_in_the_format_that_they_are_measured_for(platform, dtype, expected):
+    """On a CPU as programs ask for them where they ask for nothing, which has one way alone."""
+    case = Case("product", (8, 4, 2), dtype)
+    body, shapes = programs._loop_body(case, 1, platform)
+    operands = [jax.ShapeDtypeStruct(shape, case.element_type) for shape in shapes]
+    products = [eqn for eqn in jax.make_jaxpr(body)(*operands).eqns if eqn.primitive.name == "dot_general"]
+    assert [number_format(eqn) for eqn in products] == [expected] * 3
 
 
 def test_a_product_pays_for_operands_in_another_order_and_for_random_bits_what_the_device_says():

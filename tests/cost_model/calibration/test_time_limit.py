@@ -64,8 +64,8 @@ def test_the_first_cases_tell_every_figure_and_one_of_each_kind_follows_in_turn(
     assert devices == 1 or sizes[0][1] > 100 * sizes[1][1]
 
 
-def test_one_device_of_a_gpu_needs_ten_cases():
-    assert len(needed_of(cases_for("gpu", 1))) == 10
+def test_one_device_of_a_gpu_needs_eleven_cases():
+    assert len(needed_of(cases_for("gpu", 1))) == 11
 
 
 def test_compiling_stops_when_its_share_is_used_and_what_was_compiled_is_measured(clock, monkeypatch):
@@ -75,10 +75,10 @@ def test_compiling_stops_when_its_share_is_used_and_what_was_compiled_is_measure
         events.append(event)
         came_s.append(clock.s)
     samples = [(event.case, at_s) for event, at_s in zip(events, came_s, strict=True) if isinstance(event, Sample)]
-    assert [case for case, _ in samples[:10]] == list(needed_of(cases))
-    assert all(at_s < 12 for _, at_s in samples[:10])
-    assert [case for case, _ in samples[10:]] == clock.compiled == list(cases[: len(clock.compiled)])
-    assert 10 < len(clock.compiled) < len(cases)
+    assert [case for case, _ in samples[:11]] == list(needed_of(cases))
+    assert all(at_s < 13 for _, at_s in samples[:11])
+    assert [case for case, _ in samples[11:]] == clock.compiled == list(cases[: len(clock.compiled)])
+    assert 11 < len(clock.compiled) < len(cases)
     assert 13 < 1.0 * len(clock.compiled) <= measuring.COMPILING * 25
     assert clock.s <= 25 + 1
 
@@ -128,11 +128,11 @@ def run(clock, monkeypatch, tmp_path):
 
 def test_a_file_is_there_as_soon_as_every_figure_is_told_and_the_last_says_what_was_left_out(run, clock):
     said, there, file = run(1.0, seconds=50, step_s=5.0)
-    assert there == [False] * 10 + [True] * (len(there) - 10)
-    assert len(there) > 10
+    assert there == [False] * 11 + [True] * (len(there) - 11)
+    assert len(there) > 11
     assert clock.s < 50 + 5
     assert "measuring 1 device 'NVIDIA H100 80GB HBM3' for about 50 s at the most" in said
-    assert "wrote first figures, of 10 measurements" in said
+    assert "wrote first figures, of 11 measurements" in said
     assert "left out for want of time (--seconds): 7 of 8 product bfloat16" not in said
     assert "left out for want of time (--seconds): " in said
     assert "of 8 product float16" in file["about"]
@@ -157,7 +157,7 @@ def test_nothing_is_left_out_where_compiling_is_fast(run):
 
 
 def test_too_little_time_for_every_figure_is_an_error_and_writes_no_file(run):
-    words = r"--seconds 50 did not suffice: 5 of the 10 measurements .* in 60 s, so no .* such as --seconds 240"
+    words = r"--seconds 50 did not suffice: 5 of the 11 measurements .* in 60 s, so no .* such as --seconds 270"
     with pytest.raises(ArgumentError, match=words):
         run(12.0, seconds=50)
     assert not run.path.exists()
