@@ -146,7 +146,7 @@ def _plan_stages_first(comparison: _OneOrStages) -> PlannedStep | PlannedPipelin
                 told = dataclasses.replace(plan, ended_early=True, not_compared=(*plan.not_compared, "one mesh"))
                 return dataclasses.replace(found.pipeline, plan=told)
             try:
-                one = comparison.plan_mesh_below(found.pipeline.plan.step_s)
+                one = comparison.plan_mesh_below(found.pipeline.plan.step_s, _promising_on_one_mesh(found))
             except OutOfMemoryError:
                 return found.pipeline
             if isinstance(one, PlannedStep):
@@ -155,6 +155,18 @@ def _plan_stages_first(comparison: _OneOrStages) -> PlannedStep | PlannedPipelin
             return dataclasses.replace(found.pipeline, plan=plan)
         case OneStage() as none_found:
             return _faster(comparison.plan_on_one_mesh(none_found.promising), none_found)
+
+
+def _promising_on_one_mesh(found: SearchedPipeline) -> Promising | None:
+    """The number of microbatches in which one stage beats the stages by the sum of its layers, as far as that was looked at."""
+    least_s: dict[int, float] = {}
+    for row in found.compared:
+        if row.num_stages == 1 and row.estimate_s is not None:
+            least_s[row.num_microbatches] = min(row.estimate_s, least_s.get(row.num_microbatches, math.inf))
+    best = min(least_s, key=least_s.__getitem__, default=None)
+    if best is None or least_s[best] >= found.pipeline.plan.step_s:
+        return None
+    return Promising(best, ())
 
 
 def _is_surely_slower(found: SearchedPipeline, comparison: _OneOrStages) -> bool:

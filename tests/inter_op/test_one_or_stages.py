@@ -2,12 +2,14 @@
 
 import dataclasses
 import math
+import types
 
 import jax
 import pytest
 
 import autopar
 from autopar.cost_model.hardware import preset
+from autopar.errors import OutOfMemoryError
 from autopar.explain import explain
 from autopar.explain.units import seconds_text
 from autopar.inter_op import one_or_stages
@@ -17,7 +19,8 @@ from autopar.inter_op.tuning import TUNING
 from autopar.intra_op.tuning import TUNING as INSIDE
 from autopar.layouts.mesh import LogicalMesh
 from autopar.pipeline_plan import PipelinePlan, plan_from_json
-from autopar.plan import Plan
+from autopar.plan import Alternative, Plan
+from autopar.solver.budget import Budget
 from tests.inter_op.test_search import arguments, request_on, step, traced_step
 from tests.oracles import assert_same_as_jit
 
@@ -210,3 +213,46 @@ def test_stages_are_searched_only_where_they_may_save_enough():
     assert not may_pay(0.7, 0.3, equations=wins_back), "the bubble takes a little of the 0.3"
     assert may_pay(0.7, 0.3, equations=0.9 * wins_back)
     assert not may_pay(0.7 * search_s / steps, 0.3 * search_s / steps, equations=0), "a step of a few milliseconds"
+
+
+def alternative(stages, microbatches, estimate_s=None):
+    return Alternative(num_stages=stages, num_microbatches=microbatches, estimate_s=estimate_s)
+
+
+ROWS = (
+    alternative(3, 8, 1.0),
+    alternative(1, 4),
+    alternative(1, 16, 4.0),
+    alternative(1, 8, 5.0),
+    alternative(1, 8, 3.0),
+)
+
+
+@pytest.mark.parametrize(
+    ("rows", "step_s", "microbatches"),
+    [(ROWS, 6.0, 8), (ROWS[:3], 6.0, 16), (ROWS, 3.0, None), (ROWS[:2], 6.0, None), ((), 6.0, None)],
+    ids=["the least estimate", "the only estimate", "no better than stages", "no estimate", "nothing compared"],
+)
+def test_one_mesh_is_planned_first_in_the_number_of_microbatches_in_which_one_stage_promises_most(
+    rows, step_s, microbatches, monkeypatch
+):
+    """The search for stages knows which number fits by the sum of layers; one mesh alone would guess."""
+    plan = types.SimpleNamespace(step_s=step_s, not_compared=())
+    found = one_or_stages.SearchedPipeline(types.SimpleNamespace(plan=plan), math.inf, (), {4: 0.5 * step_s})
+    monkeypatch.setattr(one_or_stages.SearchedPipeline, "compared", rows)
+    asked = []
+
+    class Comparison:
+        request = types.SimpleNamespace(budget=Budget())
+        excess = 1.0
+        tuning = TUNING
+
+        def search_stages(self):
+            return found
+
+        def plan_mesh_below(self, beat_s, promising):
+            asked.append((beat_s, promising and promising.microbatches))
+            raise OutOfMemoryError("nothing fits")
+
+    assert one_or_stages._plan_stages_first(Comparison()) is found.pipeline
+    assert asked == [(step_s, microbatches)]
