@@ -15,7 +15,7 @@ from autopar.models.data import PAD
 from autopar.models.dropout import dropout, subkey
 from autopar.models.objective import Objective, supervised
 from autopar.models.sizes import BertConfig
-from autopar.models.transformer import INIT, TokenEmbedding, apply_blocks, look_up_few, mix, scores
+from autopar.models.transformer import INIT, TokenEmbedding, apply_blocks, look_up, mix, scores
 
 SEGMENTS = 2
 EPSILON = 1e-12
@@ -34,7 +34,7 @@ class BertEmbedding(TokenEmbedding):
 
     def embed(self, tokens: jax.Array, segments: jax.Array) -> jax.Array:
         """Map tokens and segments (B, S) to (B, S, H)."""
-        of_segments = look_up_few(self.segments.embedding, segments)
+        of_segments = look_up(self.segments.embedding, segments)
         normed: jax.Array = self.norm(self(tokens) + self.positions + of_segments)
         return normed
 
