@@ -35,6 +35,7 @@ from autopar.intra_op.request import PlanRequest
 from autopar.plan import Alternative
 from autopar.program.step import TracedStep
 from autopar.schedules.in_flight import InFlight
+from autopar.solver.budget import LateError
 from autopar.stages.rejoin_scans import rejoin_scans
 from autopar.stages.scan_stacks import every_layer
 from autopar.stages.split_scans import SplitStep, split_scans
@@ -161,6 +162,10 @@ def _plan_best_number(
         except OutOfMemoryError as error:
             too_large = too_large or error
             continue
+        except LateError:
+            if best is None:
+                raise
+            return best
         if best is None or planned.plan.step_s < best[1].plan.step_s:
             best = one, planned
     if best is None:
@@ -187,7 +192,7 @@ def _compare_with_less_memory(
         if not _may_be_faster(again, *best, request, tuning):
             return best
         planned = plan(again)
-    except OutOfMemoryError:
+    except (OutOfMemoryError, LateError):
         return best
     return min(best, (again, planned), key=lambda one: one[1].plan.step_s)
 

@@ -9,7 +9,10 @@ from autopar.errors import OutOfMemoryError
 from autopar.inter_op import search_pipeline
 from autopar.inter_op.search import NotFaster
 from autopar.inter_op.tuning import TUNING
-from autopar.solver.budget import Budget
+from autopar.solver.budget import Budget, LateError
+
+LATE = -1.0
+"""In the place of seconds: the clock ends while these stages are planned."""
 
 
 def found_of(promised_s, *others, within=None):
@@ -36,6 +39,8 @@ def choose(monkeypatch):
             planned.append(one)
             if whole_s[one.choice.step_s] is None:
                 raise OutOfMemoryError("too large")
+            if whole_s[one.choice.step_s] == LATE:
+                raise LateError
             return types.SimpleNamespace(plan=types.SimpleNamespace(step_s=whole_s[one.choice.step_s]))
 
         monkeypatch.setattr(search_pipeline, "_plan_found", plan_found)
@@ -90,3 +95,10 @@ def test_stages_that_do_not_fit_are_chosen_in_less_and_less_memory(choose):
     first, second = TUNING.smaller_rooms[:2]
     found = found_of(1.0, within={first: found_of(1.2), second: found_of(1.4)})
     assert choose(found, {1.0: None, 1.2: None, 1.4: 1.5}) == (1.4, 1.5, [1.0, 1.2, 1.4])
+
+
+def test_a_clock_that_ends_a_second_look_does_not_cost_the_stages_that_are_planned(choose):
+    assert choose(found_of(1.0, found_of(1.01)), {1.0: 1.1, 1.01: LATE}) == (1.0, 1.1, [1.0, 1.01])
+    assert choose(found_of(1.0, within={ROOM: found_of(1.2)}), {1.0: 1.5, 1.2: LATE}) == (1.0, 1.5, [1.0, 1.2])
+    with pytest.raises(LateError):
+        choose(found_of(1.0), {1.0: LATE})

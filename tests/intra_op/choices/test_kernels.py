@@ -222,3 +222,11 @@ def test_the_work_for_residual_blocks_grows_with_their_number(blocks, monkeypatc
 
     monkeypatch.setattr(kernels, "entry_for", counted)
     assert len(traffic_of(program)) == len(program.equations)
+
+
+def test_neither_of_two_products_that_run_side_by_side_adds_the_other():
+    """A product adds what is there before it starts; here a kernel reads both, and writes the sum."""
+    assert moved(lambda x, y, w: x @ w + y @ w, array(ROWS, WIDTH), array(ROWS, WIDTH), array(WIDTH, WIDTH)) == (
+        3 * FULL,
+        1,
+    )
