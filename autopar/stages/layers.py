@@ -47,8 +47,7 @@ def cluster(
     if not chain:
         return ()
     forced = tuple(sorted(set(boundaries)))
-    before = np.concatenate([[0.0], np.cumsum([e.flops for e in chain])])
-    cut_bytes = np.array([0.0, *(e.cut_bytes for e in chain[1:]), 0.0])
+    before, cut_bytes = _flops_and_bytes(chain)
     layers = max(max_layers, len(forced) + 1)
     bound = (1 + slack) * before[-1] / layers
     places = _candidates(before, cut_bytes, bound=bound, forced=forced, tuning=tuning)
@@ -62,22 +61,44 @@ def cluster(
     return task.solve(task.attainable(bound))
 
 
-def find_layers(chain: Sequence[ForwardEquation], counts: Sequence[int]) -> tuple[int, ...]:
+def find_layers(chain: Sequence[ForwardEquation], counts: Sequence[int], *, tuning: Tuning = TUNING) -> tuple[int, ...]:
     """The places where layers begin: the user's boundaries, or else at the ends of blocks, if the model has blocks.
 
-    `counts`: the numbers of layers that are compared; the one whose cuts send the least is taken, the first among equals.
+    `counts`: the numbers of layers that are compared; the one whose cuts are the most natural is taken, the first among equals.
+    A cut inside a block sends more than the ends of that block do, on both sides. Blocks of unlike width send unlike bytes.
     """
     if marked := boundaries(chain):
         return marked
+    before, cut_bytes = _flops_and_bytes(chain)
     best: tuple[int, ...] = ()
     least = math.inf
     for count in counts:
         if count < len(chain):
             places = cluster(chain, max_layers=count, slack=1.0)
-            sent = max((chain[place].cut_bytes for place in places), default=math.inf)
-            if sent < least:
-                best, least = places, sent
+            sides = (before, cut_bytes, tuning.nearby * before[-1])
+            excess = max((_excess(place, *sides) for place in places), default=math.inf)
+            if excess < least:
+                best, least = places, excess
     return best
+
+
+def _flops_and_bytes(chain: Sequence[ForwardEquation]) -> tuple[np.ndarray, np.ndarray]:
+    """(flops before each place, bytes that a cut there sends) of the places 0 to len(chain)."""
+    before = np.concatenate([[0.0], np.cumsum([e.flops for e in chain])])
+    return before, np.array([0.0, *(e.cut_bytes for e in chain[1:]), 0.0])
+
+
+def _excess(place: int, before: np.ndarray, cut_bytes: np.ndarray, nearby: float) -> float:
+    """How many times as many bytes a cut sends as the cheapest one nearby, on the side where that sends more; 1 at least.
+
+    `nearby`: the flops that such a cut may be away. The ends of the chain are no cuts.
+    """
+    first, end = np.searchsorted(before, [before[place] - nearby, before[place] + nearby * (1 + 1e-12)])
+    sides = cut_bytes[max(1, first) : place], cut_bytes[place + 1 : min(end, len(cut_bytes) - 1)]
+    cheapest = max(side.min() if side.size else math.inf for side in sides)
+    if cut_bytes[place] <= cheapest:
+        return 1.0
+    return float(cut_bytes[place] / cheapest) if cheapest else math.inf
 
 
 def _check(chain: Sequence[ForwardEquation], *, max_layers: int, slack: float, boundaries: Sequence[int]) -> None:

@@ -25,6 +25,10 @@ class Tuning:
     same_place: float = 0.01
     """Places of equal bytes count as one if the work between them is at most this part of the bound on a layer's work. Equal
     blocks are then cut alike, and planned once. A larger part would merge places that are not alike."""
+    nearby: float = 0.125
+    """A cut is inside a block if cheaper ones are on both sides within this part of the work. With a smaller part, cuts inside
+    the blocks of shallow models count as ends of blocks; with a larger one, the narrowest end counts alone where widths change
+    (`benchmarks/weak_scaling.py`, Wide-ResNets)."""
 
     # Stacks of layers: `scan_stacks.py`.
     most_pieces: int = 64

@@ -19,7 +19,7 @@ from autopar.program.program import Equation
 from autopar.program.trace import trace
 from autopar.stages.chain import ForwardEquation, forward_chain
 from autopar.stages.identical import find_identical
-from autopar.stages.layers import cluster
+from autopar.stages.layers import cluster, find_layers
 from autopar.stages.tuning import TUNING
 
 NO_EQUATION = Equation(primitive=jax.lax.add_p, invars=(), outvars=(), params={}, source_info=None)
@@ -100,6 +100,49 @@ def test_blocks_that_are_equal_are_cut_alike_though_their_cheapest_bytes_occur_t
     flops, cut_bytes = zip(*(block * 4), strict=True)
     cuts = cluster(chain_of(flops, cut_bytes), max_layers=4, slack=0.3)
     assert cuts == (2, 6, 10), "(3, 7, 11) would be more even by half a flop"
+
+
+def chain_of_blocks(widths, inner=(4.0, 5.0, 3.0)):
+    """A block of four equations for each width: it begins where the width crosses, and inside more does."""
+    cut_bytes = [width * factor for width in widths for factor in (1.0, *inner)]
+    return chain_of([1] * len(cut_bytes), cut_bytes)
+
+
+ENDS_OF_16_BLOCKS = tuple(range(4, 64, 4))
+COUNTS = (64, 48, 32, 24, 16, 8, 4, 2)
+
+
+@pytest.mark.parametrize(
+    "widths",
+    [
+        [7] * 16,
+        [8, 8, 8, 4, 4, 4, 4, 2, 2, 2, 2, 2, 2, 1, 1, 1],
+        [1, 1, 1, 2, 2, 2, 2, 4, 4, 4, 4, 4, 4, 8, 8, 8],
+        [1, 1, 2, 2, 4, 4, 8, 8, 8, 8, 4, 4, 2, 2, 1, 1],
+    ],
+    ids=["alike", "narrower", "wider", "wider, then narrower"],
+)
+def test_every_block_is_a_layer_also_where_blocks_send_unlike_bytes(widths):
+    assert find_layers(chain_of_blocks(widths), COUNTS) == ENDS_OF_16_BLOCKS
+
+
+@pytest.mark.parametrize("first", [0.0, 0.01])
+def test_what_little_crosses_at_the_ends_of_a_model_makes_no_cut_less_natural(first):
+    chain = chain_of_blocks([7] * 16)
+    ends = chain_of([0.1, 0.1], [first, first])
+    cuts = find_layers([*ends, *chain, *ends], COUNTS)
+    assert {cut - len(ends) for cut in cuts} >= set(ENDS_OF_16_BLOCKS)
+
+
+def test_a_cut_inside_a_block_that_is_cheaper_than_a_wider_blocks_end_is_not_taken():
+    widths = [100] * 8 + [1] * 8
+    cuts = find_layers(chain_of_blocks(widths), COUNTS)
+    assert all(cut % 4 == 0 for cut in cuts)
+    assert len(cuts) == 15
+
+
+def test_a_chain_in_which_nothing_crosses_can_be_cut_anywhere():
+    assert len(find_layers(chain_of([1] * 65, [0] * 65), COUNTS)) > 30
 
 
 def test_a_chain_without_equations_or_work_has_no_cuts_but_those_asked_for():
