@@ -25,6 +25,7 @@ from autopar.intra_op.mesh_search import MeshSearch
 from autopar.intra_op.out_of_memory import NothingFits, no_way_there, out_of_memory
 from autopar.intra_op.request import PlannedStep, PlanRequest, distinct_meshes
 from autopar.intra_op.restore import PackedStep, pack, unpack
+from autopar.intra_op.worth import Worth
 from autopar.layouts.mesh import LogicalMesh
 from autopar.plan import Candidate
 from autopar.program.step import TracedStep
@@ -113,15 +114,14 @@ class MeshComparison:
         self._fastest = Least(shared.best_s)
         self._has_plan, self._is_planned_here = Flag(is_raised=math.isfinite(shared.best_s)), False
         self.equations = sum(1 for _ in traced.program.walk())
-        self.is_large = self.equations >= request.tuning.large
-        self.worth = request.tuning.worth if self.is_large else 0.0
+        self.worth = Worth(self.equations, request.tuning)
 
     def run(self) -> PlannedStep | Beaten:
         """The best plan, with all that was compared."""
         self.shared.excess = math.inf
         self.note_first()
         meshes = waiting = distinct_meshes(self.request, is_free=not asks_for_layouts(self.traced.program))
-        together = self.request.processes if self.is_large else 1
+        together = self.request.processes if self.worth.is_large else 1
         while waiting:
             now = waiting[:together]
             if math.isfinite(self.shared.best_s):
@@ -180,8 +180,8 @@ class MeshComparison:
 
     def _is_far_too_large(self) -> bool:
         """Whether what was looked at is so much too large that other meshes will hardly help, but other ways may: by its
-        temporaries, or as a large program was searched in vain on several meshes."""
-        in_vain = sum(not each.is_settled for each in self.failures) if self.is_large else 0
+        temporaries, or as nothing fitted a large program on several meshes."""
+        in_vain = len(self.failures) if self.worth.is_large else 0
         is_far = bool(self.failures) and self.shared.excess > self.request.tuning.far
         return self.shared.has_other_ways and (is_far or in_vain >= self.request.tuning.in_vain)
 
@@ -201,8 +201,8 @@ class MeshComparison:
         elif self._is_optional(mesh) and not is_settled:
             gain_s, bounding_s = best_s - bound_s, tuning.bound_s_per_equation * self.equations - tuning.quick_s
             may_help = self.more_axes_help or self.equations <= tuning.bounded
-            is_promising = not self.is_large or (may_help and gain_s > tuning.least_gain * best_s)
-            is_settled = not (is_promising and self._repays(gain_s, bounding_s))
+            is_promising = not self.worth.is_large or (may_help and gain_s > tuning.least_gain * best_s)
+            is_settled = not (is_promising and self.worth.repays(gain_s, bounding_s))
         if is_settled:
             self.candidates.append(Candidate(mesh.shape, None, bound_s))
         return not is_settled
@@ -217,12 +217,9 @@ class MeshComparison:
         has_many = len(mesh.shape) >= self.request.tuning.merged_axes and len(self.request.meshes) > 1
         return has_many and bool(self.candidates)
 
-    def _repays(self, gain_s: float, search_s: float) -> bool:
-        return gain_s * self.request.tuning.repaid_in_steps > search_s
-
     def _is_beaten(self, mesh: LogicalMesh) -> bool:
         """Whether the bound says that a mesh is not worth planning."""
-        return self._bound_s(mesh) >= (1 - self.worth) * self.shared.best_s
+        return self._bound_s(mesh) >= self.worth.planning_s(self.shared.best_s)
 
     def _look_at(self, meshes: Sequence[LogicalMesh]) -> None:
         """Bound meshes, and plan those that their bounds do not rule out, side by side."""
@@ -300,12 +297,12 @@ class MeshComparison:
         if shared.is_bounded and math.isfinite(shared.best_s):
             at_least_s, least_s = self._bound(search, at_least_s)
         bound_s = max(at_least_s, evenly_divided_s) + self._call_s()
-        is_beaten, most_work = bound_s >= (1 - self.worth) * shared.best_s, math.inf
+        is_beaten, most_work = bound_s >= self.worth.planning_s(shared.best_s), math.inf
         if self._is_optional(mesh) and math.isfinite(shared.best_s):
             search_s = request.tuning.search_s_per_equation * self.equations - request.tuning.quick_s
             gain_s = shared.best_s - bound_s
-            is_small_gain = self.is_large and gain_s < request.tuning.least_gain * shared.best_s
-            is_beaten = is_beaten or is_small_gain or not self._repays(gain_s, search_s)
+            is_small_gain = self.worth.is_large and gain_s < request.tuning.least_gain * shared.best_s
+            is_beaten = is_beaten or is_small_gain or not self.worth.repays(gain_s, search_s)
             most_work = (request.tuning.quick_s + request.tuning.repaid_in_steps * gain_s) / SECONDS_PER_UNIT
         cutoff_s = shared.best_s - self._call_s()
         outcome = None if is_beaten else search.plan(cutoff_s, rival_s=self._rival_s, most_work=most_work)
@@ -329,8 +326,8 @@ class MeshComparison:
         )
 
     def _rival_s(self) -> float:
-        """What the search of another mesh has found, of this objective."""
-        return self._fastest.value - self._call_s()
+        """Below what a choice without a limit is worth a search within the memory, beside what other meshes have found."""
+        return self.worth.limiting_s(self._fastest.value) - self._call_s()
 
     def _bound(self, search: MeshSearch, at_least_s: float) -> tuple[float, float]:
         """See `at_least_s`, which may be known, and `least_s` of `SharedSearch`: what bounds every step bounds the objective."""

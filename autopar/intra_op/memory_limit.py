@@ -115,6 +115,8 @@ def choose_within_limit(
                 break
             case ended:
                 return ended
+    if search.is_beaten:
+        return CutOff(free.lower_bound_s)
     return search.find_met(spans) or TooLarge(least, is_settled=False)
 
 
@@ -148,7 +150,8 @@ class _LimitSearch:
         rival_s: Callable[[], float],
     ) -> _LimitSearch:
         """The search of a problem without rows; `least`: what `free` requires."""
-        limited = dataclasses.replace(problem, rows=memory.rows(free.numbers))
+        budget = problem.budget.limit(until=lambda: free.lower_bound_s >= rival_s())
+        limited = dataclasses.replace(problem, rows=memory.rows(free.numbers), budget=budget)
         excess = max(0.0, max(row.used(free.numbers) for row in limited.rows) - least)
         return cls(
             problem=limited,
@@ -158,6 +161,11 @@ class _LimitSearch:
             highest_bytes=limit_bytes + excess,
             rival_s=rival_s,
         )
+
+    @property
+    def is_beaten(self) -> bool:
+        """Whether another one has something as fast as the best without a limit."""
+        return self.free.lower_bound_s >= self.rival_s()
 
     def _choose(self, row_limit: float, tried: tuple[Numbers, ...]) -> Outcome:
         """The best choice that keeps the rows, which do not depend on how long copies are kept."""
@@ -178,7 +186,7 @@ class _LimitSearch:
         least: int | None = None
         tried: tuple[Numbers, ...] = ()
         for number in range(rounds):
-            if self.free.lower_bound_s >= self.rival_s():
+            if self.is_beaten:
                 return CutOff(self.free.lower_bound_s)
             found = self._choose(row_limit, tried)
             if isinstance(found, DoesNotFit | Unfinished) and row_limit < self.highest_bytes:

@@ -17,6 +17,12 @@ class Tuning:
     problem is hardly smaller (`benchmarks/planner_time.py`)."""
     worth: float = 5e-4
     """In a large program a mesh whose bound promises a smaller part of the step than this over the best plan is not planned."""
+    most_worth: float = 3e-3
+    """Nor is one that promises a smaller part than this, unless what it may save repays the search (below). Llama planned three
+    more meshes for 15 s that could save 0.2 % of 0.67 s (`benchmarks/planning_ordinary.py`)."""
+    most_worth_within: float = 1e-2
+    """Nor is one searched within the memory that promises a smaller part than this without a limit, unless it repays the search.
+    The limit takes a part of it, and BERT on two nodes searched for 20 s in vain what promised 0.5 % of 0.28 s (the same)."""
     least_gain: float = 0.1
     """A mesh of `merged_axes` axes or more is only looked at if it may save this part of the step by its bound."""
     repaid_in_steps: int = 1000

@@ -13,6 +13,7 @@ import math
 import mmap
 import struct
 import time
+from collections.abc import Callable
 
 SECONDS_PER_UNIT = 4e-9
 """What a unit of work takes on a core of today, roughly: to compare work with what it may save, never to end it."""
@@ -84,6 +85,7 @@ class Budget:
         whole: Budget | None = None,
         clock: Budget | None = None,
         once: Flag | None = None,
+        until: Callable[[], bool] | None = None,
     ) -> None:
         """Start the clock.
 
@@ -93,8 +95,10 @@ class Budget:
             whole: the budget that this one is a part of.
             clock: a budget whose clock ends this one too, while its work is its own.
             once: a flag before which that clock does not count; None: it always does.
+            until: says whether what is sought is of no more use, which ends it as well; asked often.
         """
         self.work, self.spent = work, 0.0
+        self._until = until
         self._whole, self._clock, self._once = whole, clock, once
         self._stopped: bytearray | mmap.mmap = bytearray(1)
         self._started = time.monotonic()
@@ -103,7 +107,7 @@ class Budget:
     @property
     def is_over(self) -> bool:
         """Whether to end the search."""
-        if self.spent >= self.work or self.is_late:
+        if self.spent >= self.work or self.is_late or (self._until is not None and self._until()):
             return True
         return self._whole is not None and self._whole.is_over
 
@@ -167,6 +171,8 @@ class Budget:
         """A budget of this share of what is left, between 0 and 1."""
         return Budget(seconds=share * self.seconds_left, work=share * self.work_left, whole=self)
 
-    def limit(self, *, seconds: float = math.inf, work: float = math.inf) -> Budget:
+    def limit(
+        self, *, seconds: float = math.inf, work: float = math.inf, until: Callable[[], bool] | None = None
+    ) -> Budget:
         """A part with limits of its own."""
-        return Budget(seconds=seconds, work=work, whole=self)
+        return Budget(seconds=seconds, work=work, whole=self, until=until)

@@ -142,9 +142,9 @@ def test_a_mesh_of_many_axes_is_left_where_the_others_need_far_more_memory(exces
 
 @pytest.mark.parametrize(
     ("is_settled", "has_other_ways", "looked"),
-    [(False, True, 2), (False, False, 6), (True, True, 6)],
+    [(False, True, 2), (False, False, 6), (True, True, 2), (True, False, 6)],
 )
-def test_meshes_of_a_large_program_are_left_for_another_way_when_two_were_searched_in_vain(
+def test_meshes_of_a_large_program_are_left_for_another_way_when_it_fits_two_of_them_in_none(
     monkeypatch, is_settled, has_other_ways, looked
 ):
     step, request = question(limit=10**6, tuning=Tuning(large=0))
@@ -167,7 +167,7 @@ def test_a_mesh_that_another_one_of_its_row_beats_counts_as_not_planned_whenever
     monkeypatch, shapes
 ):
     """Which of the two is told of the other is chance where processes work side by side."""
-    step, request = question(tuning=Tuning(large=0), processes=2)
+    step, request = question(tuning=Tuning(large=0, most_worth=0.0, most_worth_within=0.0), processes=2)
     meshes = tuple(LogicalMesh.of(shape) for shape in shapes)
     request = dataclasses.replace(request, meshes=meshes)
     usual, heard, found = MeshSearch.plan, [], []

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from autopar.intra_op import memory_limit
 from autopar.intra_op.memory.model import Resident
 from autopar.intra_op.memory_limit import _WORK_PER_NODE, Fits, TooLarge, _LimitSearch, choose_within_limit
 from autopar.intra_op.out_of_memory import NothingFits, out_of_memory
@@ -14,7 +15,7 @@ from autopar.intra_op.tuning import Tuning
 from autopar.layouts.mesh import LogicalMesh
 from autopar.solver import tuning as solver_tuning
 from autopar.solver.budget import Budget
-from autopar.solver.outcomes import Chosen, CutOff, Unreachable
+from autopar.solver.outcomes import Chosen, CutOff, Unfinished, Unreachable
 from autopar.solver.problem import ChoiceProblem, Costs, MemoryRow
 
 MESH = LogicalMesh((2,), ("x",))
@@ -61,6 +62,30 @@ def test_the_search_ends_where_another_one_is_as_fast_as_the_best_without_a_limi
     problem, rows = fast_or_small()
     found = choose_within_limit(problem, Memory(rows), 22, rival_s=lambda: rival_s)
     assert found == CutOff(4.0) if is_left else isinstance(found, Fits)
+
+
+def test_the_search_ends_when_another_one_becomes_as_fast_while_it_works(monkeypatch):
+    """It has asked for the best in a limit, and asks for nothing more: no other limit, and no peak of what it met."""
+    problem, rows = fast_or_small()
+    best_s, asked, peaks = [9.0], [], []
+
+    def choose_slowly(problem, *, free, tried):
+        asked.append(problem.limit_bytes)
+        assert not problem.budget.is_over
+        best_s[0] = 4.0
+        assert problem.budget.is_over
+        return Unfinished()
+
+    class Watched(Memory):
+        def required(self, choice, *, copy_span=None):
+            peaks.append(choice)
+            return super().required(choice, copy_span=copy_span)
+
+    monkeypatch.setattr(memory_limit, "choose", choose_slowly)
+    free = Chosen((0, 0, 0, 0), 4.0, 4.0)
+    found = choose_within_limit(problem, Watched(rows), 22, free=free, rival_s=lambda: best_s[0])
+    assert found == CutOff(4.0)
+    assert (len(asked), peaks) == (1, [free.numbers])
 
 
 def test_rows_that_no_choice_keeps_settle_it():

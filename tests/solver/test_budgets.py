@@ -74,6 +74,18 @@ def test_a_part_ends_with_the_whole_and_is_paid_by_it() -> None:
     assert rest.is_over
 
 
+def test_a_budget_ends_once_what_is_sought_is_of_no_more_use_and_so_do_its_parts() -> None:
+    is_useless = False
+    whole = Budget()
+    own = whole.limit(until=lambda: is_useless)
+    part = own.limit(work=10.0)
+    assert not part.is_over
+    is_useless = True
+    assert part.is_over
+    assert own.is_over
+    assert (own.is_late, whole.is_over) == (False, False)
+
+
 def test_a_clock_counts_once_its_flag_is_raised_and_in_any_case_for_who_is_in_a_hurry() -> None:
     clock, flag = Budget(work=0.0), Flag()
     own = clock.clocked(work=10.0, once=flag)

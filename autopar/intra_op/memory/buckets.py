@@ -20,9 +20,38 @@ Place = tuple[int, int]
 """The number of an operation in the program and, for buckets that come after it, their order."""
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Around:
+    """What collectives read from and what reads them.
+
+    Attributes:
+        made_at: the place of the last plain operation that they read from.
+        read_at: that of the first one that reads a result of theirs.
+        sources: the collectives that they read from, whose places may change.
+        readers: the collectives that read them.
+    """
+
+    made_at: Place
+    read_at: Place
+    sources: tuple[Operation, ...]
+    readers: tuple[Operation, ...]
+
+    def and_around(self, other: _Around) -> _Around:
+        """What is around these and others."""
+        return _Around(
+            made_at=max(self.made_at, other.made_at),
+            read_at=min(self.read_at, other.read_at),
+            sources=self.sources + other.sources,
+            readers=self.readers + other.readers,
+        )
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
 class _Bucket:
+    """Collectives that run as one operation, at a place."""
+
     members: list[Operation]
+    around: _Around
     bytes: int
     place: Place
 
@@ -57,7 +86,9 @@ class _Buckets:
             bucket = is_open.get(op.group)
             if bucket is None or not self._join(bucket, op):
                 size = sum(self.values[v].bytes for v in op.outputs)
-                is_open[op.group] = self.bucket[op] = _Bucket([op], size, (self.number[op], 0))
+                is_open[op.group] = self.bucket[op] = _Bucket(
+                    members=[op], around=self._around(op), bytes=size, place=(self.number[op], 0)
+                )
         return self._in_order()
 
     def _join(self, bucket: _Bucket, op: Operation) -> bool:
@@ -65,16 +96,26 @@ class _Buckets:
         size = bucket.bytes + sum(self.values[v].bytes for v in op.outputs)
         if size > self.limit_bytes or any(self.bucket.get(one) is bucket for one in self._running(op, before=True)):
             return False
-        members = [*bucket.members, op]
-        made = [self._place(one) for member in members for one in self._running(member, before=True)]
-        read = [self._place(one) for member in members for one in self._running(member, before=False)]
-        after = max([*made, bucket.place])
+        around = bucket.around.and_around(self._around(op))
+        after = max([around.made_at, bucket.place, *map(self._place, around.sources)])
         place = after[0], len(self.bucket) + 1
-        if read and min(read) <= place:
+        if min([around.read_at, *map(self._place, around.readers)]) <= place:
             return False
-        bucket.members, bucket.bytes, bucket.place = members, size, place
+        bucket.members.append(op)
+        bucket.around, bucket.bytes, bucket.place = around, size, place
         self.bucket[op] = bucket
         return True
+
+    def _around(self, op: Operation) -> _Around:
+        before, after = self._running(op, before=True), self._running(op, before=False)
+        made = (self._place(one) for one in before if one.group is None)
+        read = (self._place(one) for one in after if one.group is None)
+        return _Around(
+            made_at=max(made, default=(-1, 0)),
+            read_at=min(read, default=(len(self.operations), 0)),
+            sources=tuple(one for one in before if one.group is not None),
+            readers=tuple(one for one in after if one.group is not None),
+        )
 
     def _place(self, op: Operation) -> Place:
         bucket = self.bucket.get(op)

@@ -1,8 +1,10 @@
 """Collectives of one kind are combined up to a number of bytes, in an order in which the block can still run."""
 
 import itertools
+import random
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import given, settings
 
 from autopar.intra_op.memory.buckets import combine_in_buckets
@@ -84,3 +86,67 @@ def test_every_operation_still_runs_once_and_after_what_it_reads(operations, mem
     for op in found:
         assert len(op.outputs) <= max(members, 1)
         assert {one.group for one in operations if one.outputs[0] in op.outputs} == {op.group}
+
+
+class Plainly:
+    """The same buckets by the rule itself, which looks at all that is around all members each time."""
+
+    def __init__(self, operations, limit):
+        self.operations, self.limit = operations, limit
+        self.number = {op: at for at, op in enumerate(operations)}
+        self.place = {op: (at, 0) for at, op in enumerate(operations)}
+        self.bucket = {}
+
+    def around(self, op, before):
+        found, stack = [], [op]
+        while stack:
+            here = stack.pop()
+            for one in self.operations:
+                near = (one.outputs[0] in here.inputs) if before else (here.outputs[0] in one.inputs)
+                if near and one not in found:
+                    (stack if one.kind in (Kind.CHEAP, Kind.ALIAS) else found).append(one)
+        return found
+
+    def run(self):
+        """The members of every bucket."""
+        is_open = {}
+        for op in self.operations:
+            if op.group is not None and not self.join(is_open.get(op.group), op):
+                is_open[op.group] = self.bucket[op] = [op]
+        return {tuple(one.outputs[0] for one in members) for members in self.bucket.values()}
+
+    def join(self, members, op):
+        if members is None or (len(members) + 1) * BYTES > self.limit:
+            return False
+        if any(self.bucket.get(one) is members for one in self.around(op, True)):
+            return False
+        all_of_them = [*members, op]
+        made = [self.place[one] for member in all_of_them for one in self.around(member, True)]
+        read = [self.place[one] for member in all_of_them for one in self.around(member, False)]
+        place = max([*made, self.place[members[0]]])[0], len(self.bucket) + 1
+        if read and min(read) <= place:
+            return False
+        members.append(op)
+        self.bucket[op] = members
+        self.place.update(dict.fromkeys(members, place))
+        return True
+
+
+def random_operations(drawn):
+    """As `blocks`, but seldom as short as hypothesis likes them."""
+    operations = []
+    for number in range(drawn.randint(2, 24)):
+        read = drawn.sample(range(number + 1), min(number + 1, drawn.randint(1, 3)))
+        kind = drawn.choice([Kind.WHOLE, Kind.WHOLE, Kind.WHOLE, Kind.CHEAP, Kind.ALIAS])
+        group = drawn.choice([None, "a", "b"]) if kind is Kind.WHOLE else None
+        operations.append(operation(read, number + 1, group=group, kind=kind))
+    return operations
+
+
+@pytest.mark.parametrize("members", range(1, 7))
+def test_buckets_are_those_of_the_rule_taken_at_its_word(members):
+    drawn = random.Random(members)
+    for _ in range(100):
+        operations = random_operations(drawn)
+        found = combined(operations, [len(operations)], members * BYTES)
+        assert {op.outputs for op in found if op.group} == Plainly(operations, members * BYTES).run()
