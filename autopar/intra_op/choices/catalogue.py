@@ -287,7 +287,7 @@ class Catalogue:
         if entry.picks and read:
             read[0] = min(read[0], made)
         moved = made * (1.0 if traffic is None else traffic.writes[0]) + sum(read)
-        flops = flops / strategy.ways if entry.heavy else 0.0
+        flops = self._multiplied(eqn, entry, flops) / strategy.ways if entry.heavy else 0.0
         return self._between_s(eqn, entry, strategy) + roofline_s(
             self.cluster.device if has_tiles else dataclasses.replace(self.cluster.device, thread_blocks=None),
             flops=flops,
@@ -298,6 +298,10 @@ class Catalogue:
             reordered_bytes=self._reordered_bytes(eqn, strategy),
             random_bytes=self._out_bytes(eqn, strategy) if entry.random else 0.0,
         )
+
+    def _multiplied(self, eqn: Equation, entry: PrimitiveRule, flops: float) -> float:
+        """The operations that the device does, with those on zeros that a compiler without libraries multiplies."""
+        return flops if entry.holes is None or self.cluster.device.fuses else flops * entry.holes(eqn)
 
     def _between_s(self, eqn: Equation, entry: PrimitiveRule, strategy: ShardingStrategy) -> float:
         """Seconds in which an operation's own kernels hand values to each other, where memory and not arithmetic is the limit."""
