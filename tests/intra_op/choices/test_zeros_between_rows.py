@@ -1,4 +1,4 @@
-"""Zeros between the rows of a convolution's operand: libraries for GPUs step over them, XLA's compiler for CPUs multiplies them."""
+"""Zeros between the rows of a convolution's operand: libraries for GPUs step over them, Eigen on CPUs multiplies them."""
 
 import dataclasses
 
