@@ -67,6 +67,18 @@ def test_a_value_that_two_operations_read_is_read_once_by_their_kernel():
     assert moved(lambda x, y: (x * y + x, jnp.sin(x)), X, X) == (4 * FULL, 1)
 
 
+def test_what_is_computed_again_where_it_is_read_is_no_kernel_by_itself():
+    """As a moment of Adam, decayed before its gradient is there: it is read once, by the kernel that adds the gradient."""
+
+    def moment(before, x, y):
+        gradient = x.T @ y
+        return 0.9 * before + gradient / jnp.sqrt(jnp.sum(gradient**2))
+
+    found, kernels = moved(moment, SQUARE, X, X)
+    assert kernels == 3  # the transposed operand, the norm, the sum
+    assert found == pytest.approx(2 * FULL + 4 * 4 * SQUARE.size, rel=1e-4)
+
+
 def test_softmax_of_rows_that_fit_is_one_kernel():
     assert moved(lambda x: jax.nn.softmax(x), X) == (2 * FULL, 1)
 
