@@ -311,14 +311,16 @@ class Catalogue:
         return entry.between(eqn) / strategy.ways / device.sustained_bytes_per_s
 
     def _kernel_s(self, eqn: Equation, entry: PrimitiveRule, strategy: ShardingStrategy, traffic: Traffic) -> float:
-        """Seconds of an equation's part of a kernel, which moves bytes; of equal choices the one that computes less is best."""
+        """Seconds of an equation's part of a kernel, which moves bytes and draws bits; of equal choices the least work is best."""
         made = [part * size for part, size in zip(traffic.writes, self._each_out_bytes(eqn, strategy), strict=True)]
         read = [part * size for part, size in zip(traffic.reads, self._in_bytes(eqn, strategy), strict=True)]
         if entry.picks and read:
             read[0] = min(read[0], float(self._out_bytes(eqn, strategy)))
         computed = 0.0 if entry.free else self.rules.tuning.tie * self._out_bytes(eqn, strategy)
         device = self.cluster.device
-        return (sum(made) + sum(read) + computed) / device.sustained_bytes_per_s + traffic.kernels * device.launch_s
+        drawn_s = device.random_s_per_byte * self._out_bytes(eqn, strategy) if entry.random else 0.0
+        moved_s = (sum(made) + sum(read) + computed) / device.sustained_bytes_per_s
+        return moved_s + drawn_s + traffic.kernels * device.launch_s
 
     def _reordered_bytes(self, eqn: Equation, strategy: ShardingStrategy) -> int:
         """Bytes per device of a contraction's operands that are copied with their dimensions in another order."""

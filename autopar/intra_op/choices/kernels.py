@@ -263,7 +263,7 @@ class Kernels:
             return
         self.kernels[kernel[0]] = 0
         for eqn in kernel:
-            for place, var in enumerate(eqn.invars):
+            for place in range(len(eqn.invars)):
                 self.read_bytes[eqn, place] = 0
             for readers in (self.readers[self.root(v)] for v in _variables(eqn.invars)):
                 readers.discard(eqn)
