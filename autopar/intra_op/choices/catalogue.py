@@ -311,7 +311,7 @@ class Catalogue:
         return entry.between(eqn) / strategy.ways / device.sustained_bytes_per_s
 
     def _kernel_s(self, eqn: Equation, entry: PrimitiveRule, strategy: ShardingStrategy, traffic: Traffic) -> float:
-        """Seconds of an equation's part of a kernel, which moves bytes and draws bits; of equal choices the least work is best."""
+        """Seconds of an equation's part of a kernel, which moves bytes and draws bits; of equals the least work is best."""
         made = [part * size for part, size in zip(traffic.writes, self._each_out_bytes(eqn, strategy), strict=True)]
         read = [part * size for part, size in zip(traffic.reads, self._in_bytes(eqn, strategy), strict=True)]
         if entry.picks and read:
