@@ -36,7 +36,6 @@ from rich.table import Table
 
 import autopar
 from autopar.commands.arguments.subject import Subject, find_shapes
-from autopar.cost_model.hardware import find_cluster
 from autopar.execution.one_mesh import CompiledStep
 from autopar.files.whole_file import save
 from autopar.models import registry
@@ -137,6 +136,7 @@ def planned_figures(planned: Plan) -> dict[str, Any]:
         "predicted_s": planned.step_s,
         "planned_bytes": planned.peak_bytes,
         "flops": planned.flops,
+        "at_peak_s": planned.at_peak_s,
         "planning_s": planned.planning_s,
     }
 
@@ -239,7 +239,6 @@ def main() -> int:
         parser.error(f"JAX sees no GPU but {jax.devices()[0].device_kind}; --dry plans alone")
     if options.runs is not None:
         options.runs.mkdir(parents=True, exist_ok=True)
-    peak_flops_per_s = find_cluster(options.cluster).device.peak_flops_per_s
     print(f"JAX {jax.__version__}, {jax.devices()[0].device_kind}; predictions for {options.cluster}", flush=True)
     found: dict[str, dict[str, Any]] = {}
     for name in options.only:
@@ -248,8 +247,7 @@ def main() -> int:
                 found[name] = planned_figures(plan(name, options.cluster)[-1])
             else:
                 found[name] = run(name, options.cluster, options.rounds, options.runs)
-                dtype = CASES[name][1].get("dtype", "float32")
-                found[name]["mfu"] = found[name]["flops"] / peak_flops_per_s[dtype] / found[name]["measured_s"]
+                found[name]["mfu"] = found[name]["at_peak_s"] / found[name]["measured_s"]
         except (jax.errors.JaxRuntimeError, autopar.AutoparError) as error:
             found[name] = {"failed": str(error).splitlines()[0][:80]}
         print(name, found[name], flush=True)

@@ -75,6 +75,24 @@ class Setting:
         early = 0.0 if left is None else _pairs_beyond(keys, queries, left)
         return max(whole - late - early, 1.0) / max(whole, 1.0)
 
+    @property
+    def part_in_blocks(self) -> float:
+        """The part of all pairs that is computed: blocks at which some query looks are computed whole."""
+        left, right = self.reach if self.passes_over else (None, None)
+        (_, rows), (keys, columns) = cut_run(self.queries), cut_run(self.keys)
+        pairs = 0
+        for first in range(0, self.queries, max(rows, 1)):
+            end = keys if right is None else min(keys, (first + rows - 1 + right) // columns + 1)
+            begin = 0 if left is None else max(0, (first - left) // columns)
+            pairs += max(end - begin, 0) * rows * columns
+        return max(pairs, 1.0) / max(self.queries * self.keys, 1.0)
+
+
+def cut_run(positions: int) -> tuple[int, int]:
+    """(blocks of a run of so many positions, positions of each block)."""
+    count = max(1, -(-positions // TUNING.longest_block))
+    return count, -(-positions // count)
+
 
 def _pairs_beyond(first: int, second: int, reach: int) -> float:
     """How many pairs i of `first`, j of `second` positions have j > i + reach."""
@@ -99,8 +117,7 @@ class Blocks:
 def cut(size: int, starts: Sequence[jax.Array | int]) -> Blocks:
     """`size` positions that are equal runs from these starts on, in blocks; only a single run may end in a part of one."""
     run = size // len(starts)
-    count = max(1, -(-run // TUNING.longest_block))
-    length = -(-run // count)
+    count, length = cut_run(run)
     assert len(starts) == 1 or length * count == run
     offsets = jnp.arange(count, dtype=jnp.int32) * length
     return Blocks(jnp.concatenate([offsets + jnp.asarray(start, jnp.int32) for start in starts]), length, size)

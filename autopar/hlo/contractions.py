@@ -6,9 +6,10 @@ them run:
     product        2 x elements of the result x elements contracted
     convolution    2 x elements of the result x elements of the kernel / its output features
 
-A convolution is counted without its borders, as the planner's rules count it. GPUs do both in libraries; their calls hold the
-same dimensions. What can go wrong: a library call of another kind, such as attention in one piece; it is counted as nothing
-and named.
+A convolution is counted without its borders, as the planner's rules count it, and without zeros between the rows of its left
+operand (dilation of the base, or a copy that was padded between rows), which libraries step over or multiply. GPUs do both in
+libraries; their calls hold the same dimensions. What can go wrong: a library call of another kind, such as attention in one
+piece; it is counted as nothing and named.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Mapping
 
 from autopar.hlo.text import Computation, Instruction, parse_module, runs_per_step
 
@@ -23,9 +25,15 @@ _LISTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 _IN_CONFIG = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
 _TARGET = re.compile(r'custom_call_target="([^"]+)"')
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
+_BASE_DILATION = re.compile(r"lhs_dilate=([\dx]+)")
+_PADDING = re.compile(r"padding=([\d_x\-]+)")
+_CALLED = re.compile(r"calls=%?([\w.\-]+)")
 _GEMM = ("gemm", "matmul")
 _CONVOLUTION = "conv"
 _LIBRARIES = re.compile(r"cublas|cudnn|onednn|hipblas|miopen", re.IGNORECASE)
+
+
+Module = Mapping[str, Computation]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +59,7 @@ def arithmetic(hlo_text: str) -> Arithmetic:
     for computation in module.values():
         times, exact = runs.get(computation.name, (0, True))
         for instruction in computation.instructions.values() if times else ():
-            each = flops_of(instruction, computation)
+            each = flops_of(instruction, computation, module)
             if each is None:
                 unknown[_target(instruction)] = None
             elif each:
@@ -59,8 +67,13 @@ def arithmetic(hlo_text: str) -> Arithmetic:
     return Arithmetic(flops, is_exact, tuple(unknown))
 
 
-def flops_of(instruction: Instruction, computation: Computation) -> float | None:
-    """Those of one instruction; None if it is a library call that is not known."""
+def flops_of(instruction: Instruction, computation: Computation, module: Module) -> float | None:
+    """Those of one instruction of a computation of a module; None if it is a library call that is not known."""
+    each = _with_holes(instruction, computation)
+    return each / _holes(instruction, computation, module) if each else each
+
+
+def _with_holes(instruction: Instruction, computation: Computation) -> float | None:
     if instruction.opcode == "dot":
         return _of_product(instruction, computation, _LISTED)
     if instruction.opcode == "convolution":
@@ -102,6 +115,25 @@ def _of_convolution(
     if out is None or weights is None or labels is None:
         return None
     return 2.0 * math.prod(out) * math.prod(weights) / max(weights[labels[2].index("o")], 1)
+
+
+def _holes(instruction: Instruction, computation: Computation, module: Module) -> int:
+    """How many times as many rows the left operand has with zeros between them."""
+    dilated = _BASE_DILATION.search(instruction.attributes)
+    if dilated is not None:
+        return math.prod(map(int, dilated[1].split("x")))
+    padded = _padded(instruction, computation, module) if _LABELS.search(instruction.attributes) else None
+    sides = [side.split("_") for side in padded.split("x")] if padded else []
+    return math.prod(1 + int(side[2]) for side in sides if len(side) > 2)
+
+
+def _padded(instruction: Instruction, computation: Computation, module: Module) -> str | None:
+    """How the left operand was padded, low_high or low_high_between of each dimension, by itself or in a fusion; None if not."""
+    made = computation.instructions.get(instruction.operands[0])
+    called = _CALLED.search(made.attributes) if made is not None else None
+    root = module[called[1]].root if called is not None and called[1] in module else made
+    found = _PADDING.search(root.attributes) if root is not None and root.opcode == "pad" else None
+    return found[1] if found else None
 
 
 def _result_dims(instruction: Instruction) -> tuple[int, ...]:

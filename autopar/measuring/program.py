@@ -83,7 +83,7 @@ def _flops(instruction: Instruction, computation: Computation, module: Mapping[s
     called = _CALLED.search(instruction.attributes)
     inner = module.get(called[1]) if called else None
     if inner is None:
-        return flops_of(instruction, computation) or 0.0
+        return flops_of(instruction, computation, module) or 0.0
     return sum(_flops(one, inner, module) for one in inner.instructions.values())
 
 

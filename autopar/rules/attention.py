@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 
-from autopar.attention.blocks import Setting, cut
+from autopar.attention.blocks import Setting, cut, cut_run
 from autopar.attention.ring import Ring, attend, attend_back, is_mirrored, mirrored
 from autopar.avals import itemsize_of
 from autopar.compat import JaxprEqn
@@ -77,27 +77,36 @@ def _names(operand: Operand, factor: str) -> bool:
 
 
 def flops(eqn: JaxprEqn, rule: FactorRule) -> float:
-    """Two products of each query with each key that it looks at, in the backward pass five."""
+    """Two products of each query with each key of the blocks at which it looks, in the backward pass five."""
     setting: Setting = eqn.params["setting"]
     batch, queries, heads, depth = shape_of(eqn.invars[0])
     keys = shape_of(eqn.invars[1])[1]
     products = 2 if len(eqn.invars) == _count(setting) else 5
-    return 2.0 * products * batch * heads * queries * keys * depth * setting.part
+    return 2.0 * products * batch * heads * queries * keys * depth * setting.part_in_blocks
 
 
 def between_kernels(eqn: JaxprEqn) -> float:
-    """Bytes of scores that the kernels of its blocks hand to each other, of all devices together.
+    """Bytes that the kernels of its blocks hand to each other, of all devices together: scores, and sums over blocks.
 
-    Forward: a product writes them in float32, a kernel reads them and writes weights as narrow as the operands, which a product
-    reads. Backward: two such products, one kernel that reads both, and weights and gradients that are written once each and
-    read by three products. A test counts the same in the loops of `blocks.py`.
+    Scores forward: a product writes them in float32; kernels for the rows' maxima, sums and weights read them, or the first
+    writes them again for the others; weights are as narrow as the operands, and a product reads them. Backward: two such
+    products, one kernel that reads both and writes weights, and their gradients in two orders, and three products that read
+    these; where heads share keys, one of them is transposed first. Tests count the same in programs of XLA.
+
+    Sums: a product writes what a block adds, and a kernel reads that and the sum and writes the sum, all in float32; forward for
+    the queries of each block of keys, backward also for the keys of each block of queries, twice.
     """
     setting: Setting = eqn.params["setting"]
-    batch, queries, heads, _ = shape_of(eqn.invars[0])
+    (batch, queries, heads, depth), (_, keys, key_heads, _) = (shape_of(v) for v in eqn.invars[:2])
+    (_, rows), (_, columns) = cut_run(queries), cut_run(keys)
     itemsize, precise = itemsize_of(eqn.invars[0].aval), max(itemsize_of(eqn.invars[0].aval), 4)
-    is_backward = len(eqn.invars) > _count(setting)
-    each = 4 * precise + 5 * itemsize if is_backward else 2 * precise + 2 * itemsize
-    return float(batch * heads * queries * shape_of(eqn.invars[1])[1] * each * setting.part)
+    each, to_query = 4.0 * precise, 4.0 * precise * depth / max(columns, 1)
+    if len(eqn.invars) > _count(setting):
+        to_key = 4.0 * precise * depth * key_heads / heads / max(rows, 1)
+        each += (6 if key_heads == heads else 8) * itemsize + to_query + 2 * to_key
+    else:
+        each += 2 * itemsize + to_query
+    return float(batch * heads * queries * keys * each * setting.part_in_blocks)
 
 
 def _count(setting: Setting) -> int:

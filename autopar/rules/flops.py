@@ -29,12 +29,24 @@ def of_product(eqn: JaxprEqn, rule: FactorRule) -> float:
 
 
 def of_conv(eqn: JaxprEqn, rule: FactorRule) -> float:
-    """With windows every output meets each kernel element of its feature once, at borders in the padding; without, a product."""
+    """With windows every output meets each kernel element of its feature once, at borders in the padding; without, a product.
+
+    Zeros between the rows of the left operand are not counted: a kernel element meets one row of so many.
+    """
     if not rule.whole:
         return of_product(eqn, rule)
     out, kernel = shape_of(eqn.outvars[0]), shape_of(eqn.invars[1])
     features: int = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
-    return 2.0 * math.prod(out) * math.prod(kernel) / features
+    return 2.0 * math.prod(out) * math.prod(kernel) / features / holes_of_conv(eqn)
+
+
+def holes_of_conv(eqn: JaxprEqn) -> float:
+    """How many times as much is multiplied where the zeros between rows of the left operand are multiplied too.
+
+    Libraries for GPUs step over them (cuDNN's gradient of a convolution's operand); XLA's compiler for CPUs hands them to Eigen,
+    which multiplies them.
+    """
+    return float(math.prod(eqn.params["lhs_dilation"]))
 
 
 def of_ragged_dot(eqn: JaxprEqn, rule: FactorRule) -> float:

@@ -54,6 +54,7 @@ class PrimitiveRule:
     scratch: Scratch | None = None
     once: bool = False
     between: Callable[[JaxprEqn], float] | None = None
+    holes: Callable[[JaxprEqn], float] | None = None
 
     @property
     def heavy(self) -> bool:

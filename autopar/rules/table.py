@@ -13,6 +13,7 @@ Nothing else in autopar knows a primitive by name, except control flow, whose su
     divided       the function from a division of its factors to what the devices then exchange within it
     scratch       the function from local shapes of its operands to the bytes that a device needs while it runs
     between       the function to the bytes that its own kernels hand to each other, of all devices together; None: none do
+    holes         how many times as many operations it takes where zeros between rows are multiplied too; None: there are none
     once          it calls Python, which one device does for all, and no microbatch by itself
     permutation   the function from an equation to the order in which it puts its operand's dimensions
 
@@ -100,6 +101,7 @@ RULES: Mapping[str, Row] = types.MappingProxyType(
             work=Work.CONTRACTION,
             local=windows.conv_local,
             flops=flops.of_conv,
+            holes=flops.holes_of_conv,
             divided=windows.conv_divided,
         ),
         "convert_element_type": Row(rule=pointwise.convert, work=Work.POINTWISE),

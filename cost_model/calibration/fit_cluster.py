@@ -9,13 +9,15 @@ a `Cluster`, and how far each kind of sample lies from what the cluster says of 
     random       bytes / bandwidth + launch + d x bytes                         d
     operation    launch, of operations that do next to nothing                  launch
     pointwise    bytes that the equations of a fused chain write / bandwidth    bandwidth
+                 on a device that fuses, bytes that the chain reads and writes / bandwidth + launch
     collective   a + a1 n + (b + b1 n) x bytes each rank sends                  a, a1, b, b1 for each kind
     dispatch     c + c1 x arrays                                                c, c1
 
-The bandwidth is that of equations, not of copies: the planner prices each equation of a chain by what it writes, fused or not,
-and a chain as training steps have it (exponentials, divisions) takes longer than its traffic. `slow_down` then makes up for
-what whole steps cost beside their parts. What can go wrong: too few group sizes to tell a from a1. The one that explains more
-is then kept alone.
+The bandwidth is that of equations, not of copies, where the planner prices each equation of a chain by what it writes: a chain
+as training steps have it (exponentials, divisions) takes longer than its traffic there. Whether the compiler makes one kernel of
+a chain (`Device.fuses`), and how its libraries cut products into tiles, is the preset's. `slow_down` then makes up for what whole
+steps cost beside their parts. What can go wrong: too few group sizes to tell a from a1. The one that explains more is then kept
+alone. Too few products to tell their half lengths, which are then the preset's.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from autopar.cost_model.calibration.fits import (
     fit_collective,
     fit_pointwise,
     fit_products,
+    fit_traffic,
     random_s_and_bytes,
     transposed_bytes,
 )
@@ -66,7 +69,7 @@ def fit_cluster(samples: Sequence[Sample], preset: Cluster, devices: MeasuredDev
     for sample in samples:
         by_kind.setdefault(sample.case.kind, []).append(sample)
     errors: dict[str, float] = {}
-    device = _fit_device(by_kind, devices, errors)
+    device = _fit_device(by_kind, preset.device, devices, errors)
     device = _fit_copies(by_kind, device, errors)
     call_s, call_s_per_array, errors["dispatch"] = fit_calls(by_kind["dispatch"])
     measured: dict[str, MeasuredCollective] = {}
@@ -86,15 +89,16 @@ def fit_cluster(samples: Sequence[Sample], preset: Cluster, devices: MeasuredDev
     return Calibrated(cluster, errors)
 
 
-def _fit_device(samples: Samples, devices: MeasuredDevices, errors: dict[str, float]) -> Device:
-    """Products, pointwise work and launches; adds to `errors`."""
+def _fit_device(samples: Samples, known: Device, devices: MeasuredDevices, errors: dict[str, float]) -> Device:
+    """Products, pointwise work and launches; adds to `errors`. How programs are compiled for it is as for the `known` device."""
     launch_s = min(sample.seconds / sample.case.sizes[0] for sample in samples["operation"])
-    s_per_byte, errors["pointwise"] = fit_pointwise(samples["pointwise"])
+    pointwise = samples["pointwise"]
+    s_per_byte, errors["pointwise"] = fit_traffic(pointwise, launch_s) if known.fuses else fit_pointwise(pointwise)
     peaks: dict[str, float] = {}
     curves: dict[str, MatrixEfficiency] = {}
     for dtype in dict.fromkeys(sample.case.dtype for sample in samples["product"]):
         own = [sample for sample in samples["product"] if sample.case.dtype == dtype]
-        peaks[dtype], half, errors[f"product {dtype}"] = fit_products(own, launch_s)
+        peaks[dtype], half, errors[f"product {dtype}"] = fit_products(own, launch_s, known.efficiency_of(dtype).half)
         curves[dtype] = MatrixEfficiency(1.0, half)
     return Device(
         name=devices.kind,
@@ -103,6 +107,8 @@ def _fit_device(samples: Samples, devices: MeasuredDevices, errors: dict[str, fl
         memory_bytes_per_s=1 / s_per_byte,
         matrix_efficiency=curves,
         launch_s=launch_s,
+        fuses=known.fuses,
+        thread_blocks=known.thread_blocks,
     )
 
 

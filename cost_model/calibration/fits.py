@@ -10,6 +10,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterator, Sequence
+from typing import TypeAlias
 
 import numpy as np
 
@@ -22,7 +23,18 @@ from autopar.cost_model.device import Device, MatrixEfficiency
 from autopar.cost_model.tiers import MeasuredCollective
 
 HALF_LENGTHS = (0.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
+Half: TypeAlias = tuple[float, float, float]
 ITEM_BYTES = {"float32": 4, "tensorfloat32": 4, "float16": 2, "bfloat16": 2}
+
+
+def fit_traffic(samples: Sequence[Sample], launch_s: float) -> tuple[float, float]:
+    """(seconds per byte, error) where a chain is one kernel, of what it reads and writes.
+
+    Of the longest chain alone: a shorter one stays in caches, and its launches count.
+    """
+    longest = max(samples, key=lambda sample: sample.case.sizes[0])
+    seconds = max(longest.seconds - launch_s, 0.5 * longest.seconds)
+    return seconds / (2.0 * longest.case.sizes[0]), 0.0
 
 
 def fit_pointwise(samples: Sequence[Sample]) -> tuple[float, float]:
@@ -84,20 +96,23 @@ def fit_collective(kind: Collective, samples: Sequence[Sample]) -> tuple[Measure
     return figures, error
 
 
-def fit_products(samples: Sequence[Sample], launch_s: float) -> tuple[float, tuple[float, float, float], float]:
+def fit_products(samples: Sequence[Sample], launch_s: float, usual: Half) -> tuple[float, Half, float]:
     """(peak, half lengths, error). A sample is (m, k) x (k, n), and the gradients of both operands.
 
-    For given half lengths the best peak is the median of what each sample asks for; the half lengths are tried one by one.
+    For given half lengths the best peak is the median of what each sample asks for; the half lengths are tried one by one. Fewer
+    samples than figures tell the peak alone, the one with the most work; the half lengths are then the `usual` ones.
     """
+    is_told = len(samples) > len(usual)
+    samples = samples if is_told else [max(samples, key=lambda sample: math.prod(sample.case.sizes))]
     shapes = [sample.case.sizes for sample in samples]
     seconds = np.array([max(sample.seconds - 3 * launch_s, 0.5 * sample.seconds) for sample in samples])
 
-    def error_of(half: tuple[float, float, float]) -> tuple[float, float]:
+    def error_of(half: Half) -> tuple[float, float]:
         work = np.array([sum(_work_at_peak(shape, half) for shape in _with_gradients(sizes)) for sizes in shapes])
         peak = float(np.median(work / seconds))
         return float(np.mean(np.abs(np.log(work / peak / seconds)))), peak
 
-    tried = list(itertools.product(HALF_LENGTHS, HALF_LENGTHS, HALF_LENGTHS))
+    tried = list(itertools.product(HALF_LENGTHS, HALF_LENGTHS, HALF_LENGTHS)) if is_told else [usual]
     best = min(tried, key=lambda half: (error_of(half)[0], half))
     error, peak = error_of(best)
     return peak, best, math.expm1(error)
@@ -109,7 +124,7 @@ def _with_gradients(sizes: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
     yield from ((m, n, k), (m, k, n), (k, n, m))
 
 
-def _work_at_peak(shape: tuple[int, int, int], half: tuple[float, float, float]) -> float:
+def _work_at_peak(shape: tuple[int, int, int], half: Half) -> float:
     """FLOPs of a product over the efficiency of its shape."""
     m, n, k = shape
     return 2.0 * m * n * k / MatrixEfficiency(1.0, half).of(m, n, k)

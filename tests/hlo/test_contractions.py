@@ -40,8 +40,24 @@ def test_a_convolution_meets_every_element_of_its_kernel():
     assert compiled(conv, (2, 16, 16, 8), (3, 3, 8, 24)).flops == 2 * (2 * 8 * 8 * 24) * (3 * 3 * 8)
 
 
+def test_zeros_between_rows_are_not_counted():
+    def grow(image, kernel):
+        numbers = ("NHWC", "HWIO", "NHWC")
+        return lax.conv_general_dilated(
+            image, kernel, (1, 1), ((1, 1), (1, 1)), lhs_dilation=(2, 2), dimension_numbers=numbers
+        )
+
+    assert compiled(grow, (2, 16, 16, 8), (2, 2, 8, 24)).flops == 2 * (2 * 32 * 32 * 24) * 8
+
+
 def module(line):
     return arithmetic(f"""HloModule step
+
+%padded (p0: f32[2,4,4,4], p1: f32[]) -> f32[2,8,8,4] {{
+  %p0 = f32[2,4,4,4]{{3,2,1,0}} parameter(0)
+  %p1 = f32[] parameter(1)
+  ROOT %pad = f32[2,8,8,4]{{3,2,1,0}} pad(%p0, %p1), padding=0_0x1_0_1x1_0_1x0_0
+}}
 
 ENTRY %main (p: f32[16,32], q: f32[32,8], x: f32[2,8,8,4], k: f32[3,3,4,6], y: f32[2,8,8,6]) -> f32[] {{
   %p = f32[16,32]{{1,0}} parameter(0)
@@ -49,6 +65,9 @@ ENTRY %main (p: f32[16,32], q: f32[32,8], x: f32[2,8,8,4], k: f32[3,3,4,6], y: f
   %x = f32[2,8,8,4]{{3,2,1,0}} parameter(2)
   %k = f32[3,3,4,6]{{3,2,1,0}} parameter(3)
   %y = f32[2,8,8,6]{{3,2,1,0}} parameter(4)
+  %z = f32[] constant(0)
+  %w = f32[2,4,4,4]{{3,2,1,0}} slice(%x), slice={{[0:2], [0:4], [0:4], [0:4]}}
+  %apart = f32[2,8,8,4]{{3,2,1,0}} fusion(%w, %z), kind=kLoop, calls=%padded
   {line}
 }}
 """)
@@ -72,6 +91,11 @@ CONVOLUTION = 2 * (2 * 8 * 8 * 6) * (3 * 3 * 4)
             CONVOLUTION,
         ),
         (
+            "ROOT %r = (f32[2,8,8,6]{3,2,1,0}, u8[0]{0}) custom-call(%apart, %k), window={size=3x3 pad=1_1x1_1}, "
+            'dim_labels=b01f_01io->b01f, custom_call_target="__cudnn$convForward"',
+            CONVOLUTION / 4,
+        ),
+        (
             "ROOT %r = (f32[2,8,8,4]{3,2,1,0}, u8[0]{0}) custom-call(%y, %k), window={size=3x3 pad=1_1x1_1}, "
             'dim_labels=b01f_01io->b01f, custom_call_target="__cudnn$convBackwardInput"',
             CONVOLUTION,
@@ -82,7 +106,7 @@ CONVOLUTION = 2 * (2 * 8 * 8 * 6) * (3 * 3 * 4)
             CONVOLUTION,
         ),
     ],
-    ids=["gemm", "forward", "backward input", "backward filter"],
+    ids=["gemm", "forward", "forward of rows apart", "backward input", "backward filter"],
 )
 def test_calls_of_libraries_count_as_what_they_stand_for(line, flops):
     assert module(line).flops == flops

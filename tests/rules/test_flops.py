@@ -10,10 +10,11 @@ IMAGES = (16, 8, 8, 8)
 CONTRACTIONS = {
     **{f"product {i}": ("dot_general", example) for i, example in enumerate(EXAMPLES["dot_general"])},
     **{
-        text: ("conv_general_dilated", convolution(IMAGES, kernel, padding="VALID", **params))
+        text: ("conv_general_dilated", convolution(IMAGES, kernel, **{"padding": "VALID"} | params))
         for text, kernel, params in (
             ("windows", (3, 3, 8, 16), {}),
             ("strides", (3, 3, 8, 16), {"window_strides": (2, 2)}),
+            ("rows apart", (2, 2, 8, 16), {"lhs_dilation": (2, 2), "padding": ((0, 0), (0, 0))}),
             ("points", (1, 1, 8, 16), {}),
             ("whole images", (8, 8, 8, 4), {}),
             ("groups of features", (3, 3, 2, 16), {"feature_group_count": 4}),

@@ -90,7 +90,8 @@ def make_table(found: Calibrated, samples: Sequence[Sample]) -> Table:
     for dtype, peak in device.peak_flops_per_s.items():
         half = ", ".join(f"{length:.0f}" for length in device.efficiency_of(dtype).half)
         row(f"products, {dtype}", f"{peak / 1e9:,.1f} GFLOP/s, half lengths {half}", f"product {dtype}")
-    row("pointwise equations", f"{device.memory_bytes_per_s / 1e9:.2f} GB/s written", "pointwise")
+    moved = "read and written" if device.fuses else "written"
+    row("pointwise equations", f"{device.memory_bytes_per_s / 1e9:.2f} GB/s {moved}", "pointwise")
     row("operands in another order", f"{device.reorder_s_per_byte * 1e9:.2f} ns a byte", "reordered")
     row("transposed copies", f"{device.transpose_s_per_byte * 1e9:.2f} ns a byte", "transposed")
     row("random bits", f"{device.random_s_per_byte * 1e9:.2f} ns a byte", "random")

@@ -287,7 +287,7 @@ class Catalogue:
         if entry.picks and read:
             read[0] = min(read[0], made)
         moved = made * (1.0 if traffic is None else traffic.writes[0]) + sum(read)
-        flops = flops / strategy.ways if entry.heavy else 0.0
+        flops = self._multiplied(eqn, entry, flops) / strategy.ways if entry.heavy else 0.0
         return self._between_s(eqn, entry, strategy) + roofline_s(
             self.cluster.device if has_tiles else dataclasses.replace(self.cluster.device, thread_blocks=None),
             flops=flops,
@@ -299,6 +299,10 @@ class Catalogue:
             random_bytes=self._out_bytes(eqn, strategy) if entry.random else 0.0,
         )
 
+    def _multiplied(self, eqn: Equation, entry: PrimitiveRule, flops: float) -> float:
+        """The operations that the device does, with those on zeros that a compiler without libraries multiplies."""
+        return flops if entry.holes is None or self.cluster.device.fuses else flops * entry.holes(eqn)
+
     def _between_s(self, eqn: Equation, entry: PrimitiveRule, strategy: ShardingStrategy) -> float:
         """Seconds in which an operation's own kernels hand values to each other, where memory and not arithmetic is the limit."""
         device = self.cluster.device
@@ -307,14 +311,16 @@ class Catalogue:
         return entry.between(eqn) / strategy.ways / device.sustained_bytes_per_s
 
     def _kernel_s(self, eqn: Equation, entry: PrimitiveRule, strategy: ShardingStrategy, traffic: Traffic) -> float:
-        """Seconds of an equation's part of a kernel, which moves bytes; of equal choices the one that computes less is best."""
+        """Seconds of an equation's part of a kernel, which moves bytes and draws bits; of equals the least work is best."""
         made = [part * size for part, size in zip(traffic.writes, self._each_out_bytes(eqn, strategy), strict=True)]
         read = [part * size for part, size in zip(traffic.reads, self._in_bytes(eqn, strategy), strict=True)]
         if entry.picks and read:
             read[0] = min(read[0], float(self._out_bytes(eqn, strategy)))
         computed = 0.0 if entry.free else self.rules.tuning.tie * self._out_bytes(eqn, strategy)
         device = self.cluster.device
-        return (sum(made) + sum(read) + computed) / device.sustained_bytes_per_s + traffic.kernels * device.launch_s
+        drawn_s = device.random_s_per_byte * self._out_bytes(eqn, strategy) if entry.random else 0.0
+        moved_s = (sum(made) + sum(read) + computed) / device.sustained_bytes_per_s
+        return moved_s + drawn_s + traffic.kernels * device.launch_s
 
     def _reordered_bytes(self, eqn: Equation, strategy: ShardingStrategy) -> int:
         """Bytes per device of a contraction's operands that are copied with their dimensions in another order."""

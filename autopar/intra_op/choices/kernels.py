@@ -213,8 +213,11 @@ class Kernels:
 
     def traffic(self) -> dict[Equation, Traffic]:
         """See `traffic_of`."""
-        for kernel in self._fused_kernels():
+        kernels = self._fused_kernels()
+        for kernel in kernels:
             self._count_reads(kernel)
+        for kernel in kernels:
+            self._forget_if_nothing_is_written(kernel)
         for eqn in self.program.equations:
             if not _is_fused(eqn) and not _is_alias(eqn) and eqn not in self.absorbed:
                 for var in _variables(eqn.invars):
@@ -253,6 +256,17 @@ class Kernels:
             have |= wanted
         if have or any(v in self.written for eqn in kernel for v in eqn.outvars):
             self.kernels[kernel[0]] = 1
+
+    def _forget_if_nothing_is_written(self, kernel: Sequence[Equation]) -> None:
+        """There is no kernel of equations that are all computed again in kernels which read them: those count their reads."""
+        if any(v in self.written for eqn in kernel for v in eqn.outvars):
+            return
+        self.kernels[kernel[0]] = 0
+        for eqn in kernel:
+            for place in range(len(eqn.invars)):
+                self.read_bytes[eqn, place] = 0
+            for readers in (self.readers[self.root(v)] for v in _variables(eqn.invars)):
+                readers.discard(eqn)
 
     def _needed_for(self, root: Var, have: set[Var]) -> frozenset[Var]:
         """What a kernel reads to have a value: the value itself, then written by its maker, or what it is made of."""

@@ -100,6 +100,38 @@ def test_the_fit_finds_the_device_that_made_the_measurements(found):
     assert max(found.errors.values()) < 1e-3
 
 
+GPU = dataclasses.replace(
+    preset("dgx-h100").device,
+    peak_flops_per_s={"bfloat16": 1e15, "float32": 1e15},
+    matrix_efficiency={"bfloat16": MatrixEfficiency(1.0, (302.0, 302.0, 302.0))},
+    memory_bytes_per_s=3e12,
+    memory_efficiency=1.0,
+    launch_s=1e-6,
+    thread_blocks=None,
+)
+
+
+def seconds_on_gpu(case: Case) -> float:
+    """What a GPU takes where a chain is one kernel; what fits into its caches is done in no time, but for the launch."""
+    if case.kind == "product":
+        return sum(matrix_product_s(GPU, *case.sizes, dtype="bfloat16", itemsize=0) for _ in range(3))
+    if case.kind == "pointwise":
+        return GPU.launch_s + (2 * case.sizes[0] / 3e12 if case.sizes[0] > 2**26 else 0.0)
+    return {"operation": GPU.launch_s * case.sizes[0], "dispatch": 50e-6 + 4e-6 * case.sizes[0]}.get(case.kind, 1e-5)
+
+
+@pytest.mark.parametrize("sizes", [[4096], [512, 4096], [4096, 512, 8192]])
+def test_few_samples_of_a_gpu_tell_its_peak_and_its_bandwidth(sizes):
+    cases = [Case("product", (size,) * 3, "bfloat16") for size in sizes]
+    cases += [case for case in cases_for("gpu", 1) if case.kind != "product" or case.dtype == "float32"]
+    samples = [Sample(case, seconds_on_gpu(case), 1.0) for case in cases]
+    device = fit_cluster(samples, preset("dgx-h100"), MeasuredDevices("a GPU", 1, 8e10), name="mine").cluster.device
+    assert (device.fuses, device.thread_blocks) == (True, preset("dgx-h100").device.thread_blocks)
+    assert device.peak_of("bfloat16") == pytest.approx(1e15, rel=1e-6)
+    assert device.efficiency_of("bfloat16").half == (302, 302, 302)
+    assert device.sustained_bytes_per_s == pytest.approx(3e12, rel=1e-6)
+
+
 @pytest.mark.parametrize("kind", PER_KIND)
 def test_the_fit_finds_each_collective_s_latencies_and_seconds_per_byte(found, kind):
     figures = found.cluster.tiers[0].measured[kind]

@@ -1,5 +1,7 @@
 """What fused kernels read and write, counted by hand; what a step keeps from forward to backward."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -7,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from autopar.cost_model.hardware import preset
 from autopar.intra_op.choices import kernels
+from autopar.intra_op.choices.catalogue import Catalogues
 from autopar.intra_op.choices.kernels import traffic_of
 from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.choices.tuning import TUNING, Tuning
@@ -65,6 +68,33 @@ def test_a_chain_reads_what_it_takes_and_writes_what_it_gives_once():
 
 def test_a_value_that_two_operations_read_is_read_once_by_their_kernel():
     assert moved(lambda x, y: (x * y + x, jnp.sin(x)), X, X) == (4 * FULL, 1)
+
+
+def test_what_is_computed_again_where_it_is_read_is_no_kernel_by_itself():
+    """As a moment of Adam, decayed before its gradient is there: it is read once, by the kernel that adds the gradient."""
+
+    def moment(before, x, y):
+        gradient = x.T @ y
+        return 0.9 * before + gradient / jnp.sqrt(jnp.sum(gradient**2))
+
+    found, kernels = moved(moment, SQUARE, X, X)
+    assert kernels == 3  # the transposed operand, the norm, the sum
+    assert found == pytest.approx(2 * FULL + 4 * 4 * SQUARE.size, rel=1e-4)
+
+
+@pytest.mark.parametrize("fuses", [True, False])
+def test_random_bits_take_time_to_draw_beside_what_is_written(fuses):
+    device = dataclasses.replace(
+        CLUSTER.device, memory_bytes_per_s=1e30, launch_s=0.0, random_s_per_byte=1e-12, fuses=fuses
+    )
+    cluster = dataclasses.replace(CLUSTER, device=device)
+    program, _ = program_of(jax.make_jaxpr(lambda key: jax.random.bernoulli(key, 0.9, X.shape))(jax.random.key(0)))
+    catalogue = Catalogues().of(LogicalMesh.of((1,)), cluster, PlannerOptions())
+    traffic = traffic_of(program) if fuses else {}
+    taken_s = sum(
+        sum(catalogue.whole_seconds(eqn, traffic=traffic.get(eqn))) for eqn in program.walk() if not eqn.regions
+    )
+    assert taken_s == pytest.approx(FULL * 1e-12, rel=1e-6)
 
 
 def test_softmax_of_rows_that_fit_is_one_kernel():
