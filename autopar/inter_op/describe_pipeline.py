@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from autopar.inter_op.dynamic_program.submeshes import first_places
+from autopar.inter_op.dynamic_program.places import first_places
 from autopar.inter_op.pipeline_seconds import ONCE, find_exposed_s, once_a_step_s, time_stages
 from autopar.inter_op.stage_seconds import Staged, StagedStage, transfer_bytes
 from autopar.intra_op.choices.least_work import find_work

@@ -76,25 +76,6 @@ def place(choice: Sequence[Submesh], nodes: int, devices_per_node: int) -> tuple
     return None if any(free) else tuple(found[i] for i in range(len(choice)))
 
 
-def first_places(sizes: Sequence[int], devices_per_node: int | None) -> list[int]:
-    """Where the devices of each mesh begin: one mesh after the other, unless some then straddle nodes, or parts of a node.
-
-    Neighbours in the pipeline are neighbours in the machine where they can be. Otherwise larger meshes come first, which leaves
-    none between two nodes wherever there is such an order.
-    """
-    in_order = [sum(sizes[:number]) for number in range(len(sizes))]
-    if devices_per_node is None or _are_aligned(in_order, sizes, devices_per_node):
-        return in_order
-    largest_first, found, free = (
-        sorted(range(len(sizes)), key=lambda number: (-sizes[number], number)),
-        [0] * len(sizes),
-        0,
-    )
-    for number in largest_first:
-        found[number], free = free, free + sizes[number]
-    return found if _are_aligned(found, sizes, devices_per_node) else in_order
-
-
 def send_s(cluster: Cluster, size_bytes: float, *, devices: int, each: int) -> tuple[float, float]:
     """(mean, most) seconds to send a value from one of equal meshes to the next.
 
@@ -116,18 +97,6 @@ def send_s(cluster: Cluster, size_bytes: float, *, devices: int, each: int) -> t
     crossings = devices // node - 1
     across = send_at(node) if crossings else max(inside)
     return (crossings * across + (meshes - 1 - crossings) * sum(inside) / len(inside)) / (meshes - 1), across
-
-
-def _are_aligned(starts: Sequence[int], sizes: Sequence[int], devices_per_node: int) -> bool:
-    """Whether no mesh straddles nodes, and one that divides a node begins at a multiple of its size."""
-
-    def is_aligned(start: int, size: int) -> bool:
-        inside = start % devices_per_node
-        if size >= devices_per_node:
-            return inside == 0
-        return inside + size <= devices_per_node and (devices_per_node % size != 0 or inside % size == 0)
-
-    return all(map(is_aligned, starts, sizes))
 
 
 def place_in_parts(choice: Sequence[Submesh], parts: Sequence[Submesh]) -> tuple[tuple[int, ...], ...] | None:

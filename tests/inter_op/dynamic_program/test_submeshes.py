@@ -1,12 +1,13 @@
 """Submeshes are parts of a node or whole nodes, and those that add up to a cluster fill it."""
 
 import dataclasses
+import itertools
 
 import pytest
 
 from autopar.cost_model.hardware import preset
+from autopar.inter_op.dynamic_program.places import first_places
 from autopar.inter_op.dynamic_program.submeshes import (
-    first_places,
     machine_shape,
     place,
     send_s,
@@ -65,7 +66,7 @@ def assert_that_none_straddles(starts, order, devices_per_node):
     ("sizes", "per_node", "starts"),
     [
         ([1, 1, 2, 4], 8, [0, 1, 2, 4]),
-        ([4, 8, 4], 8, [8, 0, 12]),  # one after the other, the second would lie on both nodes
+        ([4, 8, 4], 8, [0, 8, 4]),  # one after the other, the second would lie on both nodes
         ([1, 2, 1], 4, [2, 0, 3]),  # or on no pair of the machine
         ([3, 5], 8, [0, 3]),
         ([6, 6, 4], 8, [0, 6, 12]),  # no order helps
@@ -74,6 +75,25 @@ def assert_that_none_straddles(starts, order, devices_per_node):
 )
 def test_meshes_follow_each_other_unless_one_would_straddle(sizes, per_node, starts):
     assert first_places(sizes, per_node) == starts
+
+
+@pytest.mark.parametrize(
+    ("sizes", "crossings"),
+    [
+        ([2, 4, 2, 4, 4], 1),  # one after the other, the second would lie on two halves of a node
+        ([4, 2, 8, 2], 2),
+        ([1, 2, 1, 4, 16, 4, 1, 2, 1], 2),
+        ([2, 4, 4, 4, 2], 2),  # the last one goes back to the room that the second four left on the first node
+        ([4, 4, 4, 4, 8, 16], 3),
+    ],
+)
+def test_meshes_that_cannot_follow_each_other_stay_on_the_node_of_the_one_before_where_they_can(sizes, crossings):
+    starts = first_places(sizes, 8)
+    nodes = [(start // 8, (start + size - 1) // 8) for start, size in zip(starts, sizes, strict=True)]
+    assert sum(before[1] != after[0] for before, after in itertools.pairwise(nodes)) == crossings
+    assert sorted(d for start, size in zip(starts, sizes, strict=True) for d in range(start, start + size)) == list(
+        range(sum(sizes))
+    )
 
 
 def test_submeshes_that_do_not_fill_the_cluster_are_told():
