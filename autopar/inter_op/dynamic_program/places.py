@@ -3,7 +3,7 @@
 In: the devices of each mesh in the order of the pipeline, and those of a node. Out: where each begins. Neighbours in the pipeline
 send each other activations, so they lie on one node where they can. One after the other is best. Where a mesh would then straddle
 nodes, or parts of one, each mesh goes to the node of the one before if all that come later still find room, and within a node
-larger ones come first. What can go wrong: sizes that do not divide each other may have no such order; they lie one after the other.
+larger ones come first. What can go wrong: sizes that do not divide each other may have no such order, and lie as they come.
 """
 
 from __future__ import annotations
