@@ -98,7 +98,7 @@ class Tuning:
     other; the first also if they take longer than promised. The other way to a plan is one mesh, which takes minutes to plan then
     (`benchmarks/weak_scaling.py`, GPT-39B on 64 V100s)."""
     layer_counts: tuple[int, ...] = (64, 48, 40, 32, 24, 16, 12, 8, 4, 2)
-    """Numbers of layers into which a step without block boundaries may be clustered. The number whose cuts send the fewest bytes
+    """Numbers of layers into which a step without block boundaries may be clustered. The number whose cuts are at ends of blocks
     wins, the largest among equals. `benchmarks/stage_search_time.py` plans 48 layers."""
     layer_axes: int = 2
     """Layers, and so stages, are planned on logical meshes of at most this many axes. A third axis is seldom chosen and adds
