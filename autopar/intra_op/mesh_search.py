@@ -157,8 +157,11 @@ class MeshSearch:
             return self._nothing_fits()
         problem = dataclasses.replace(self.problem, cutoff_s=cutoff_s)
         spent = request.budget.spent
-        free = choose(dataclasses.replace(problem, budget=request.budget.hurried(work=free_work)))
-        if isinstance(free, Unfinished) and not request.budget.is_over:
+        hurried = request.budget.hurried(work=free_work)
+        free = choose(dataclasses.replace(problem, budget=hurried))
+        if (hurried.is_late or isinstance(free, Unfinished)) and not request.budget.is_over:
+            # There is no plan at all. What the clock left of this search is far from the best, and a search within the memory
+            # that begins there takes ten times as long as one that ends here.
             free = choose(dataclasses.replace(problem, budget=request.budget.limit(work=free_work)))
         if isinstance(free, DoesNotFit):
             raise AssertionError("a problem without memory rows fits")
