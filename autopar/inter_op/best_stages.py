@@ -184,6 +184,24 @@ class BestStages:
         except (OutOfMemoryError, ArgumentError) as error:
             return Unsolved(error)
 
+    def one_stage_s(self, ways: Sequence[Timetable]) -> float:
+        """The least seconds of a step in one stage on all devices; infinite if it fits in none of these timetables."""
+        alone = [self.solve(way, num_stages=1) for way in ways]
+        return min((one.step_s for one in alone if isinstance(one, StageChoice)), default=math.inf)
+
+    def first_alone(self, below_s: float) -> tuple[int, float] | None:
+        """(microbatches, seconds of the step) of the fewest in which one stage on all devices fits and takes less than `below_s`.
+
+        Larger numbers than those of the timetables are looked at as well: more stages than one may fit in fewer microbatches.
+        """
+        for count in sorted(self.counts):
+            if self._budget.is_over:
+                break
+            alone = self.solve(self.with_count(count)[0], num_stages=1)
+            if isinstance(alone, StageChoice) and alone.step_s < below_s:
+                return count, alone.step_s
+        return None
+
     def solve_number(self, way: Timetable, num_stages: int, below_s: float) -> Outcome:
         """The best stages of one timetable in that number, if a step takes less than so many seconds."""
         problem = self._rules.problem(way, self.table(way))

@@ -159,7 +159,7 @@ def _plan_stages_first(comparison: _OneOrStages) -> PlannedStep | PlannedPipelin
 
 def _promising_on_one_mesh(found: SearchedPipeline) -> Promising | None:
     """The number of microbatches in which one stage beats the stages by the sum of its layers, as far as that was looked at."""
-    least_s: dict[int, float] = {}
+    least_s: dict[int, float] = dict([found.alone_fits] if found.alone_fits is not None else [])
     for row in found.compared:
         if row.num_stages == 1 and row.estimate_s is not None:
             least_s[row.num_microbatches] = min(row.estimate_s, least_s.get(row.num_microbatches, math.inf))

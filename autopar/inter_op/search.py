@@ -44,11 +44,11 @@ class Found:
     A stage's meshes are those that are best for one of its layers. `kinds`: of each stage's nodes, by number; all 0 where nodes
     are alike. `shares`: of each stage's forward work, what backward does again. `loop`: the step in the chosen number of
     microbatches. `one_stage_s`: the least time of one stage on all devices, infinite if that does not fit. `alone_s`: what it
-    takes in each number of microbatches, whether or not it fits. `compared`: every timetable with what its best stages would
-    take. `ended_early`: the budget ended the search. `others`: choices of other numbers of stages, which may be faster if unequal
-    stages wait longer than assumed; of other timetables if the budget ended the search, should the first one not fit as wholes.
-    `choose_within`: makes the choice again for stages that use this part of the memory limit, should none of these fit as wholes;
-    it raises OutOfMemoryError.
+    takes in each number of microbatches, whether or not it fits. `alone_fits`: the fewest microbatches in which it fits and is
+    faster, with its seconds. `compared`: every timetable with what its best stages would take. `ended_early`: the budget ended
+    the search. `others`: choices of other numbers of stages, which may be faster if unequal stages wait longer than assumed; of
+    other timetables if the budget ended the search, should the first one not fit as wholes. `choose_within`: makes the choice
+    again for stages that use this part of the memory limit, should none of these fit as wholes; it raises OutOfMemoryError.
     """
 
     cuts: tuple[int, ...]
@@ -63,6 +63,7 @@ class Found:
     kinds: tuple[int, ...] = ()
     one_stage_s: float = math.inf
     alone_s: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    alone_fits: tuple[int, float] | None = None
     compared: tuple[Alternative, ...] = ()
     others: tuple[Found, ...] = ()
 
@@ -315,12 +316,12 @@ class _StageSearch:
 
     def _describe(self, best: Timetable, choices: Mapping[Timetable, StageChoice]) -> Found:
         ways = [way for way in self.stages.ways if way.schedule == self._first.schedule]
-        alone = [self.stages.solve(way, num_stages=1) for way in ways]
         found = self._found(best, choices[best])
         return dataclasses.replace(
             found,
             others=tuple(self._found(best, other) for other in self._other_numbers(best, choices[best])),
-            one_stage_s=min((one.step_s for one in alone if isinstance(one, StageChoice)), default=math.inf),
+            one_stage_s=self.stages.one_stage_s(ways),
+            alone_fits=self.stages.first_alone(choices[best].step_s),
             alone_s={way.microbatches: self.stages.alone_s(way) for way in ways},
             compared=self._compare(choices),
         )

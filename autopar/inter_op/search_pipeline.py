@@ -46,13 +46,15 @@ from autopar.stages.time_loops import make_loops
 class SearchedPipeline:
     """A pipeline of several stages, and figures by the sum of layers.
 
-    `one_stage_s`, `alone_s`: of a step in one stage on all devices, see `Found`. `by_layers_s`: of a microbatch in each stage.
+    `one_stage_s`, `alone_s`, `alone_fits`: of a step in one stage on all devices, see `Found`. `by_layers_s`: of a microbatch in
+    each stage.
     """
 
     pipeline: PlannedPipeline
     one_stage_s: float
     by_layers_s: tuple[float, ...]
     alone_s: Mapping[int, float]
+    alone_fits: tuple[int, float] | None = None
 
     @property
     def compared(self) -> tuple[Alternative, ...]:
@@ -118,7 +120,7 @@ def search_pipeline(
     if found.ended_early:
         plan = dataclasses.replace(plan, ended_early=True, not_compared=(*plan.not_compared, "other stages"))
     best, by_layers_s = dataclasses.replace(best, plan=plan), tuple(stage.stage_s for stage in found.choice.stages)
-    return SearchedPipeline(best, hoped.one_stage_s, by_layers_s, hoped.alone_s)
+    return SearchedPipeline(best, hoped.one_stage_s, by_layers_s, hoped.alone_s, hoped.alone_fits)
 
 
 def _usual_stages(request: PlanRequest, devices: int, kinds: KindsInOrder) -> int:

@@ -13,8 +13,8 @@ them only the first is one, so that equal blocks are cut alike. A chain of up to
 exactly. In a longer one the candidates are the cheapest (then the first) place in each stretch of U / `stretches` flops, both
 ends of an equation above U, and the places that must be cuts. Time then hardly grows with the chain.
 
-How many layers there are is chosen by their cuts. A cut inside a block sends more than the cheapest places near it on either side,
-a cut at the end of a block at most as much as those on one: blocks before it may send more, as in a Wide-ResNet, or blocks after it.
+How many layers there are is chosen by their cuts. A cut inside a block sends more than the cheapest places near it on either
+side, a cut at the end of a block at most as much as those on one: blocks before it may send more, as in a Wide-ResNet, or after.
 
 What can go wrong: the cheap places of a chain are further apart than U. A layer then begins inside a block, at the cheapest place
 there.

@@ -1,11 +1,14 @@
 """The search for the best stages of all timetables ends, also where what was given up as too slow fits nowhere."""
 
+import math
 import types
+
+import pytest
 
 from autopar.errors import OutOfMemoryError
 from autopar.inter_op import best_stages
 from autopar.inter_op.best_stages import BestStages, Unsolved
-from autopar.inter_op.dynamic_program.problem import SlowerStages
+from autopar.inter_op.dynamic_program.problem import SlowerStages, StageChoice
 from autopar.inter_op.timetables import Timetable
 from autopar.inter_op.tuning import TUNING
 from autopar.solver.budget import Budget
@@ -31,3 +34,28 @@ def test_timetables_that_were_given_up_and_fit_nowhere_are_told_after_a_few_roun
     stages.solve_promising()
     assert stages.choices == {}
     assert all(isinstance(outcome, Unsolved) for outcome in stages.outcomes.values())
+
+
+@pytest.mark.parametrize(
+    ("below_s", "first"),
+    [(60.0, (16, 40.0)), (40.0, (32, 36.0)), (36.0, None)],
+    ids=["the fewest that fit", "the fewest that are fast enough", "none is"],
+)
+def test_one_stage_is_sought_in_more_microbatches_than_several_need(monkeypatch, below_s, first):
+    """It fits in 16 and 32, which are compared only where nothing else fits."""
+    alone_s = {16: 40.0, 32: 36.0}
+
+    def fits_in_many(microbatches, *, manual, **options):
+        assert manual.num_stages == 1
+        if microbatches not in alone_s:
+            raise OutOfMemoryError("too large")
+        numbers = {"stages": (), "bound_s": 0.0, "bottleneck": 0, "ruled_out": 0, "devices": ()}
+        return StageChoice(step_s=alone_s[microbatches], **numbers)
+
+    monkeypatch.setattr(best_stages, "choose_stages", fits_in_many)
+    costs = types.SimpleNamespace(impossible=set(), counts={4}, table=lambda *args, **options: None)
+    rules = types.SimpleNamespace(options=(), shares=(), num_stages=None, problem=lambda way, table: way.microbatches)
+    stages = BestStages(costs, WAYS[:3], rules, larger=WAYS[3:], processes=1, budget=Budget(), tuning=TUNING)
+    assert stages.first_alone(below_s) == first
+    assert stages.one_stage_s(stages.ways) == math.inf
+    assert stages.one_stage_s(WAYS) == 36.0

@@ -229,16 +229,36 @@ ROWS = (
 
 
 @pytest.mark.parametrize(
-    ("rows", "step_s", "microbatches"),
-    [(ROWS, 6.0, 8), (ROWS[:3], 6.0, 16), (ROWS, 3.0, None), (ROWS[:2], 6.0, None), ((), 6.0, None)],
-    ids=["the least estimate", "the only estimate", "no better than stages", "no estimate", "nothing compared"],
+    ("rows", "alone_fits", "step_s", "microbatches"),
+    [
+        (ROWS, None, 6.0, 8),
+        (ROWS[:3], None, 6.0, 16),
+        (ROWS, None, 3.0, None),
+        (ROWS[:2], None, 6.0, None),
+        ((), None, 6.0, None),
+        (ROWS[:2], (96, 4.0), 6.0, 96),
+        (ROWS, (96, 4.0), 6.0, 8),
+        ((), (96, 6.0), 6.0, None),
+    ],
+    ids=[
+        "the least estimate",
+        "the only estimate",
+        "no better than stages",
+        "no estimate",
+        "nothing compared",
+        "where it fits",
+        "an estimate is less",
+        "where it fits it is no better",
+    ],
 )
 def test_one_mesh_is_planned_first_in_the_number_of_microbatches_in_which_one_stage_promises_most(
-    rows, step_s, microbatches, monkeypatch
+    rows, alone_fits, step_s, microbatches, monkeypatch
 ):
     """The search for stages knows which number fits by the sum of layers; one mesh alone would guess."""
     plan = types.SimpleNamespace(step_s=step_s, not_compared=())
-    found = one_or_stages.SearchedPipeline(types.SimpleNamespace(plan=plan), math.inf, (), {4: 0.5 * step_s})
+    found = one_or_stages.SearchedPipeline(
+        types.SimpleNamespace(plan=plan), math.inf, (), {4: 0.5 * step_s}, alone_fits
+    )
     monkeypatch.setattr(one_or_stages.SearchedPipeline, "compared", rows)
     asked = []
 
