@@ -42,7 +42,7 @@ from autopar.stages.split_scans import SplitStep, split_scans
 from autopar.stages.time_loops import make_loops
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class SearchedPipeline:
     """A pipeline of several stages, and figures by the sum of layers.
 
@@ -55,6 +55,17 @@ class SearchedPipeline:
     by_layers_s: tuple[float, ...]
     alone_s: Mapping[int, float]
     alone_fits: tuple[int, float] | None = None
+
+    @classmethod
+    def of(cls, pipeline: PlannedPipeline, found: Found, hoped: Found) -> SearchedPipeline:
+        """Of the stages that were found, with what was known of one stage when others were hoped for."""
+        return cls(
+            pipeline=pipeline,
+            one_stage_s=hoped.one_stage_s,
+            by_layers_s=tuple(stage.stage_s for stage in found.choice.stages),
+            alone_s=hoped.alone_s,
+            alone_fits=hoped.alone_fits,
+        )
 
     @property
     def compared(self) -> tuple[Alternative, ...]:
@@ -119,8 +130,7 @@ def search_pipeline(
     )
     if found.ended_early:
         plan = dataclasses.replace(plan, ended_early=True, not_compared=(*plan.not_compared, "other stages"))
-    best, by_layers_s = dataclasses.replace(best, plan=plan), tuple(stage.stage_s for stage in found.choice.stages)
-    return SearchedPipeline(best, hoped.one_stage_s, by_layers_s, hoped.alone_s, hoped.alone_fits)
+    return SearchedPipeline.of(dataclasses.replace(best, plan=plan), found, hoped)
 
 
 def _usual_stages(request: PlanRequest, devices: int, kinds: KindsInOrder) -> int:

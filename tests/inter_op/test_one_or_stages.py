@@ -257,7 +257,11 @@ def test_one_mesh_is_planned_first_in_the_number_of_microbatches_in_which_one_st
     """The search for stages knows which number fits by the sum of layers; one mesh alone would guess."""
     plan = types.SimpleNamespace(step_s=step_s, not_compared=())
     found = one_or_stages.SearchedPipeline(
-        types.SimpleNamespace(plan=plan), math.inf, (), {4: 0.5 * step_s}, alone_fits
+        pipeline=types.SimpleNamespace(plan=plan),
+        one_stage_s=math.inf,
+        by_layers_s=(),
+        alone_s={4: 0.5 * step_s},
+        alone_fits=alone_fits,
     )
     monkeypatch.setattr(one_or_stages.SearchedPipeline, "compared", rows)
     asked = []
