@@ -345,8 +345,8 @@ def parallelize(
             one mesh where that beats microbatches.
         batch_statistics: of what batch normalisation takes mean and variance: `"batch"`, exactly as without autopar, or each
             `"microbatch"` for itself, without which a step that has it runs in one. What the state remembers is averaged.
-        planning_processes: how many processes plan layers and stages, to the same plan. Those beside this one are forks of it,
-            which touch no device; leave it at 1 where forking is forbidden or while other threads compute with JAX.
+        planning_processes: how many processes plan, to the same plan or one as good within 1 %. Those beside this one are forks
+            of it, which touch no device; leave it at 1 where forking is forbidden or while other threads compute with JAX.
         planning_seconds: how long the search may take, tracing not counted. When they are over, the best plan so far is used, and
             it says what was not compared. None sets no limit.
         plan_cache: whether the plan is looked for on disk, where an earlier run may have left it, and kept there for later ones.

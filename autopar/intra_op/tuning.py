@@ -46,7 +46,7 @@ class Tuning:
     """If the temporaries take this many times the memory that is left for them, other meshes are not tried, but other ways to
     run the step, such as more microbatches."""
     in_vain: int = 2
-    """And so it is after this many meshes on which a large program was searched in vain. A GPT of 32 heads took 85 s with all
+    """And so it is after this many meshes that a large program does not fit. A GPT of 32 heads took 85 s with all
     meshes in 16 microbatches, of which none fits, before 32 were planned in 9 (`autopar plan gpt --heads 32`, V100s)."""
     undivided: float = 1.02
     """How many times more temporaries a plan without a limit has than if all were divided evenly: 1.005 to 1.02 for BERT and GPT

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 def first_places(sizes: Sequence[int], devices_per_node: int | None) -> list[int]:
     """Where the devices of each mesh begin; see the module's text. None: all devices are alike."""
     in_order = [sum(sizes[:number]) for number in range(len(sizes))]
-    if devices_per_node is None or are_aligned(in_order, sizes, devices_per_node):
+    if devices_per_node is None or _are_aligned(in_order, sizes, devices_per_node):
         return in_order
     found = _by_nodes(sizes, devices_per_node)
-    return found if found is not None and are_aligned(found, sizes, devices_per_node) else in_order
+    return found if found is not None and _are_aligned(found, sizes, devices_per_node) else in_order
 
 
-def are_aligned(starts: Sequence[int], sizes: Sequence[int], devices_per_node: int) -> bool:
+def _are_aligned(starts: Sequence[int], sizes: Sequence[int], devices_per_node: int) -> bool:
     """Whether no mesh straddles nodes, and one that divides a node begins at a multiple of its size."""
 
     def is_aligned(start: int, size: int) -> bool:

@@ -84,6 +84,7 @@ def test_meshes_follow_each_other_unless_one_would_straddle(sizes, per_node, sta
         ([4, 2, 8, 2], 2),
         ([1, 2, 1, 4, 16, 4, 1, 2, 1], 2),
         ([2, 4, 4, 4, 2], 2),  # the last one goes back to the room that the second four left on the first node
+        ([2, 4, 4, 2, 2, 2], 2),  # the fourth stays with the third, though the first node has room as well
         ([4, 4, 4, 4, 8, 16], 3),
     ],
 )
