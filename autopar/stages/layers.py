@@ -68,20 +68,22 @@ def find_layers(chain: Sequence[ForwardEquation], counts: Sequence[int], *, tuni
     """The places where layers begin: the user's boundaries, or else at the ends of blocks, if the model has blocks.
 
     `counts`: the numbers of layers that are compared; the one whose cuts are the most natural is taken, the first among equals.
-    A cut inside a block sends more than the ends of that block do, on both sides. Blocks of unlike width send unlike bytes.
+    A cut inside a block sends more than the ends of that block do, on both sides. Blocks of unlike width send unlike bytes, so
+    cuts nearby decide; among equals those further away, which are the ends of the block where a model has few. Numbers are left
+    out under which most of the work is in equations that are too large to be in a layer with others.
     """
     if marked := boundaries(chain):
         return marked
     before, cut_bytes = _flops_and_bytes(chain)
     best: tuple[int, ...] = ()
-    least = math.inf
+    least = (math.inf, math.inf)
     for count in counts:
-        if count < len(chain):
+        if count < len(chain) and _are_divisible(before, count, slack=1.0):
             places = cluster(chain, max_layers=count, slack=1.0)
-            sides = (before, cut_bytes, tuning.nearby * before[-1])
-            excess = max((_excess(place, *sides) for place in places), default=math.inf)
-            if excess < least:
-                best, least = places, excess
+            excesses = [_excesses(place, before, cut_bytes, tuning) for place in places]
+            most = tuple(max(each, default=math.inf) for each in zip(*excesses, strict=True)) or least
+            if most < least:
+                best, least = places, most
     return best
 
 
@@ -91,17 +93,30 @@ def _flops_and_bytes(chain: Sequence[ForwardEquation]) -> tuple[np.ndarray, np.n
     return before, np.array([0.0, *(e.cut_bytes for e in chain[1:]), 0.0])
 
 
-def _excess(place: int, before: np.ndarray, cut_bytes: np.ndarray, nearby: float) -> float:
-    """How many times as many bytes a cut sends as the cheapest one nearby, on the side where that sends more; 1 at least.
+def _are_divisible(before: np.ndarray, count: int, *, slack: float) -> bool:
+    """Whether at least half of the work is in equations that fit into a layer with others, if layers are so many."""
+    flops = np.diff(before)
+    return bool(flops[flops <= (1 + slack) * before[-1] / count].sum() * 2 >= before[-1])
 
-    `nearby`: the flops that such a cut may be away. The ends of the chain are no cuts.
+
+def _excesses(place: int, before: np.ndarray, cut_bytes: np.ndarray, tuning: Tuning) -> tuple[float, float]:
+    """How many times as many bytes a cut sends as the cheapest one beside it, on the side where that sends more; 1 at least.
+
+    First, beside those `nearby`; second, beside those up to `furthest` away, of which one that is d times `nearby` away may send
+    1 / (`widening` max(1, d)) of the bytes. The ends of the chain are no cuts.
     """
-    first, end = np.searchsorted(before, [before[place] - nearby, before[place] + nearby * (1 + 1e-12)])
-    sides = cut_bytes[max(1, first) : place], cut_bytes[place + 1 : min(end, len(cut_bytes) - 1)]
-    cheapest = max(side.min() if side.size else math.inf for side in sides)
-    if cut_bytes[place] <= cheapest:
-        return 1.0
-    return float(cut_bytes[place] / cheapest) if cheapest else math.inf
+    away = np.abs(before - before[place]) / (tuning.nearby * before[-1] * (1 + 1e-9))
+    sides = slice(1, place), slice(place + 1, len(cut_bytes) - 1)
+
+    def beside(sent: np.ndarray, furthest: float) -> float:
+        within = np.where(away <= furthest, sent, math.inf)
+        cheapest = max(within[side].min(initial=math.inf) for side in sides)
+        if cut_bytes[place] <= cheapest:
+            return 1.0
+        return float(cut_bytes[place] / cheapest) if cheapest else math.inf
+
+    widened = cut_bytes * tuning.widening * np.maximum(away, 1.0)
+    return beside(cut_bytes, 1.0), beside(widened, tuning.furthest / tuning.nearby)
 
 
 def _check(chain: Sequence[ForwardEquation], *, max_layers: int, slack: float, boundaries: Sequence[int]) -> None:

@@ -26,9 +26,15 @@ class Tuning:
     """Places of equal bytes count as one if the work between them is at most this part of the bound on a layer's work. Equal
     blocks are then cut alike, and planned once. A larger part would merge places that are not alike."""
     nearby: float = 0.125
-    """A cut is inside a block if cheaper ones are on both sides within this part of the work. With a smaller part, cuts inside
-    the blocks of shallow models count as ends of blocks; with a larger one, the narrowest end counts alone where widths change
-    (`benchmarks/weak_scaling.py`, Wide-ResNets)."""
+    """A cut is inside a block if cheaper ones are on both sides within this part of the work. With a larger part, the narrowest
+    end counts alone where widths change (`benchmarks/weak_scaling.py`, Wide-ResNets)."""
+    widening: float = 2.0
+    """A cut may send as many times the bytes of the cheapest ones, and more if these are further away than `nearby`. With a
+    smaller number, stages of a Wide-ResNet count as the inside of one block, as each halves what crosses; with a larger one,
+    the insides of a perceptron's blocks count as ends where it has few of them."""
+    furthest: float = 0.3
+    """The part of the work beyond which no cheaper cut is looked at. A larger half of a block than this is not known as its
+    inside; from 0.5 on, a cut in the middle is judged by the ends of the model, where little may cross."""
 
     # Stacks of layers: `scan_stacks.py`.
     most_pieces: int = 64

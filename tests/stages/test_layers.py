@@ -126,6 +126,32 @@ def test_every_block_is_a_layer_also_where_blocks_send_unlike_bytes(widths):
     assert find_layers(chain_of_blocks(widths), COUNTS) == ENDS_OF_16_BLOCKS
 
 
+@pytest.mark.parametrize("blocks", [3, 4, 5, 8])
+def test_each_block_of_a_shallow_perceptron_is_a_layer(blocks):
+    """Its products are a large part of the work: the ends of the block are further than nearby from the places inside."""
+    flops, cut_bytes = [100, 1, 1, 1, 100, 1], [1, 5, 5, 9, 9, 5]
+    cuts = find_layers(chain_of(flops * blocks, cut_bytes * blocks), COUNTS)
+    assert cuts == tuple(range(6, 6 * blocks, 6))
+
+
+def test_residual_blocks_of_one_product_are_not_cut_around_their_products():
+    """More layers would each be one product, or the cheap operations between two: the products would not fit in with others."""
+    flops, cut_bytes = [30, 1, 1, 1, 1, 1, 1, 1, 1, 1], [1, 2, 2, 2, 2, 2, 2, 3, 2, 1]
+    cuts = find_layers(chain_of(flops * 4, cut_bytes * 4), COUNTS)
+    assert cuts == (10, 20, 30)
+
+
+def test_one_large_equation_leaves_the_blocks_before_it_layers():
+    chain = [*chain_of_blocks([7] * 16), *chain_of([40], [7])]
+    assert set(find_layers(chain, COUNTS)) >= set(ENDS_OF_16_BLOCKS)
+
+
+def test_blocks_that_send_half_as_much_more_than_others_are_layers_too():
+    """As the decoder of a T5 does beside its encoder: the ends of its blocks are no insides of a larger one."""
+    ends = tuple(range(4, 4 * 36, 4))
+    assert find_layers(chain_of_blocks([2] * 24 + [3] * 12 + [0.01]), COUNTS)[: len(ends)] == ends
+
+
 @pytest.mark.parametrize("first", [0.0, 0.01])
 def test_what_little_crosses_at_the_ends_of_a_model_makes_no_cut_less_natural(first):
     chain = chain_of_blocks([7] * 16)
