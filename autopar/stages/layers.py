@@ -81,8 +81,8 @@ def find_layers(chain: Sequence[ForwardEquation], counts: Sequence[int], *, tuni
         if count < len(chain) and _are_divisible(before, count, slack=1.0):
             places = cluster(chain, max_layers=count, slack=1.0)
             excesses = [_excesses(place, before, cut_bytes, tuning) for place in places]
-            most = tuple(max(each, default=math.inf) for each in zip(*excesses, strict=True)) or least
-            if most < least:
+            near, far = (max((one[n] for one in excesses), default=math.inf) for n in (0, 1))
+            if (most := (near, far)) < least:
                 best, least = places, most
     return best
 

@@ -237,7 +237,7 @@ class BlockWriter:
         elif entry.permutation is not None and operands[0] >= 0:
             self._permute(operands[0], entry.permutation(eqn), outputs[0])
         elif eqn.primitive is fan_out_p and operands[0] in self.values.split_inputs:
-            self.values.values[outputs[0]] = dataclasses.replace(self.values.values[outputs[0]], is_copy=True)
+            self.values.values[outputs[0]] = dataclasses.replace(self.values.values[outputs[0]], copy_of=operands[0])
             self.emit(Kind.WHOLE, operands, outputs)
         elif after is not None:
             self.wait(operands[0], after.value, outputs[0])

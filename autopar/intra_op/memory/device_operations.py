@@ -41,8 +41,8 @@ ELEMENTWISE = (Kind.CHEAP, Kind.COSTLY, Kind.DEAR)
 class Value:
     """A value of one device; `key` is the (node, output, stacked) of the strategy graph whose layout decides its size.
 
-    `is_copy`: it needs memory only as far as its layout is larger than the smallest, in which it is there anyway. `scope`: the
-    module that makes it.
+    `copy_of`: the input that it is, perhaps in another layout; it then needs memory of its own only if that is so. `for_loop`:
+    such a copy that a loop reads all the time, so that it cannot be dropped and made again. `scope`: the module that makes it.
     """
 
     name: str
@@ -51,7 +51,8 @@ class Value:
     bytes: int
     key: tuple[int, int, bool] | None
     itemsize: int
-    is_copy: bool = False
+    copy_of: int | None = None
+    for_loop: bool = False
     scope: str = ""
 
     @property

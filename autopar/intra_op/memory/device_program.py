@@ -140,6 +140,8 @@ class _Buffers(LayoutDomain[Held], StaticDomain[Held]):
         """A buffer of the program around; of a row, what is cut out of it when it is read; or a constant, made inside."""
         outer, loop = self.need(entry.atom, self.layouts.operand_layout(entry), scope).value, entry.loop
         is_repeated = loop.branch_number is None
+        if entry.filled is Filled.CONSTANT and is_repeated:
+            outer = self._for_loop(outer, entry, scope)
         is_sunk = entry.filled is Filled.CONSTANT and is_repeated and outer in self.values.constants
         self._operands[loop].append(-1 if is_sunk else outer)
         if entry.filled is Filled.CARRY:
@@ -149,6 +151,17 @@ class _Buffers(LayoutDomain[Held], StaticDomain[Held]):
             read = () if is_sunk or outer < 0 else (outer,)
             self._writer(inner).operations.append(Operation(kind=Kind.CHEAP, inputs=read, outputs=(held.value,)))
         return held
+
+    def _for_loop(self, outer: int, entry: Entry, scope: Scope[Held]) -> int:
+        """What a loop reads all the time, as a value of its own if it is an input that may be gathered for it."""
+        values = self.values
+        root = outer if outer in values.split_inputs else values.values[outer].copy_of if outer >= 0 else None
+        if root is None:
+            return outer
+        like, key = values.values[outer], values.key(entry.head.outvars[0])
+        copy = values.add(dataclasses.replace(like, key=key, copy_of=root, for_loop=True))
+        self._writer(scope).emit(Kind.WHOLE, (outer,), (copy,))
+        return copy
 
     def pass_on(self, entry: Entry, value: Held, inner: Scope[Held]) -> Held:
         assert entry.passed is not None

@@ -6,7 +6,8 @@ In: a `StrategyGraph` and what becomes of its inputs. Out: the peak of a finishe
     arguments + results that take no donated argument's place + the most that temporaries take at one step.
 
 `device_program` writes down what one device runs, `footprint` which buffers that needs and when. The peak of a finished choice
-counts everything, moved copies too; rows leave out what depends on pairs of choices, so the planner checks each result.
+counts everything, moved copies too; rows (`rows.py`) leave out what depends on pairs of choices, so the planner checks each
+result.
 
 What can go wrong: XLA needs more than predicted, by what it rewrites and by gaps between buffers. Arguments and results are
 exact; for temporaries a limit must leave room for more than the prediction, `Tuning.temporaries_margin`, which `required` counts.
@@ -17,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Hashable, Mapping, Sequence, Set
 
 import numpy as np
 
@@ -27,9 +28,10 @@ from autopar.intra_op.choices.graph import StrategyGraph
 from autopar.intra_op.choices.strategies import ShardingStrategy
 from autopar.intra_op.lowering.assignment import Assignment, assign
 from autopar.intra_op.memory.compilers import XLA_CPU, Compiler
-from autopar.intra_op.memory.device_operations import Span, Value
+from autopar.intra_op.memory.device_operations import Value
 from autopar.intra_op.memory.device_program import DeviceProgram, device_program
 from autopar.intra_op.memory.footprint import Footprint, footprint_of
+from autopar.intra_op.memory.rows import rows_of, totals_of
 from autopar.intra_op.memory.tuning import TUNING, Tuning
 from autopar.intra_op.xla_cpu.table import Making, can_move_sums, making_of
 from autopar.program.loops import Filled, Goes, LoopEquation
@@ -183,7 +185,7 @@ class MemoryModel:
     def evenly_divided_parts(self) -> tuple[int, int]:
         """As `parts`, if every value were divided evenly among all devices and never gathered; of no choice are both less."""
         program, devices = self._whole, self.graph.mesh.size
-        sizes = [0 if v.is_copy else v.bytes // devices for v in program.values]
+        sizes = [0 if v.copy_of is not None else v.bytes // devices for v in program.values]
         peak = self._peak(program, self._whole_footprint, sizes).bytes
         kept = sum(sizes[v] for v in self._kept(program))
         return kept, math.ceil((peak - kept) / self.tuning.temporaries_margin)
@@ -195,41 +197,26 @@ class MemoryModel:
     @functools.cached_property
     def _least(self) -> _Peak:
         program = self._whole
-        sizes = [int(self._sizes(v).min()) for v in program.values]
+        sizes = [0 if v.copy_of is not None else int(self._sizes(v).min()) for v in program.values]
         return self._peak(program, self._whole_footprint, sizes)
 
-    def rows(self, choice: Sequence[int]) -> list[MemoryRow]:
-        """What a limit must offer at the points that need most under `choice`, one of each stretch, without moved copies."""
-        program, footprint = self._whole, self._whole_footprint
-        sizes = [float(self._sizes(v)[0 if v.key is None else choice[v.key[0]]]) for v in program.values]
-        totals = _totals(footprint.spans, footprint.steps, sizes)
-        stretch = max(1, math.ceil(len(totals) / self.tuning.watched_points))
-        points = [at + int(np.argmax(totals[at : at + stretch])) for at in range(0, len(totals), stretch)]
-        alive: dict[int, list[int]] = {at: [] for at in points}
-        for span in footprint.spans:
-            for at in points[_first_at(points, span.first) :]:
-                if at > span.last:
-                    break
-                alive[at].append(span.value)
-        counted: dict[tuple[int, float], _Counted] = {}
+    @functools.cached_property
+    def may_drop_copies(self) -> bool:
+        """Whether there are inputs whose gathered copies can be dropped and made again."""
+        return any(v.copy_of is not None and not v.for_loop for v in self._whole.values)
 
-        def count(value: int, ratio: float) -> _Counted:
-            if (value, ratio) not in counted:
-                counted[value, ratio] = self._count(program.values[value], ratio)
-            return counted[value, ratio]
-
-        margin, rows = self.tuning.temporaries_margin, []
-        for at in points:
-            entries = [*(count(v, 1.0) for v in self._kept(program)), *(count(v, margin) for v in alive[at])]
-            rows.append(_row(f"point{at}", entries))
-        return rows
-
-    def _count(self, value: Value, ratio: float) -> _Counted:
-        """What a value of the whole program takes of a row."""
-        sizes = self._sizes(value) / ratio
-        if value.key is None or sizes.min() == sizes.max():
-            return _Counted(None, sizes)
-        return _Counted(value.key[0], sizes)
+    def rows(self, choice: Sequence[int], *, drops_copies: bool = False) -> list[MemoryRow]:
+        """What a limit must offer at the points that need most under `choice`, one of each stretch; see `rows.py`."""
+        return rows_of(
+            self._whole,
+            self._whole_footprint,
+            self._kept(self._whole),
+            self._sizes,
+            choice,
+            margin=self.tuning.temporaries_margin,
+            points=self.tuning.watched_points,
+            drops_copies=drops_copies,
+        )
 
     def _sizes(self, value: Value) -> np.ndarray:
         """Bytes per device of a value of the whole program for every choice of the node that decides."""
@@ -243,8 +230,7 @@ class MemoryModel:
             layouts = [la.prepend() for la in layouts] if stacked else layouts
             share = [la.local_bytes(value.shape, 1, self.graph.mesh) for la in layouts]
             self._bytes[known] = np.array(share, dtype=float) / max(math.prod(value.shape), 1)
-        sizes = self._bytes[known] * value.bytes
-        return sizes - sizes.min() if value.is_copy else sizes
+        return self._bytes[known] * value.bytes
 
     def _program(self, assignment: Assignment | None) -> DeviceProgram:
         """What one device runs; of a stream, and of what loops stack up for one, a slice takes memory."""
@@ -275,7 +261,7 @@ class MemoryModel:
 
     def _peak(self, program: DeviceProgram, footprint: Footprint, sizes: Sequence[int]) -> _Peak:
         buffers = footprint.with_own_memory(sizes)
-        totals = _totals(buffers, footprint.steps, sizes)
+        totals = totals_of(buffers, footprint.steps, sizes)
         worst = int(np.argmax(totals))
         alive = [(v, True) for v in self._kept(program)]
         alive += [(b.value, False) for b in buffers if b.first <= worst <= b.last]
@@ -288,28 +274,6 @@ class MemoryModel:
         ]
         largest_first = tuple(sorted(tensors, key=lambda r: (-r.bytes, r.name)))
         return _Peak(bytes=sum(t.bytes for t in tensors), tensors=largest_first, totals=totals)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Counted:
-    """Bytes that a value takes for each choice of a node (choices,); without a node for all choices alike."""
-
-    node: int | None
-    sizes: np.ndarray
-
-
-def _row(name: str, entries: Iterable[_Counted]) -> MemoryRow:
-    """The row of values that are alive together."""
-    fixed = 0.0
-    by_node: dict[int, np.ndarray] = {}
-    for entry in entries:
-        if entry.node is None:
-            fixed += float(entry.sizes[0])
-        elif entry.node in by_node:
-            by_node[entry.node] = by_node[entry.node] + entry.sizes
-        else:
-            by_node[entry.node] = entry.sizes
-    return MemoryRow(name, by_node, fixed)
 
 
 def sure_buffers(program: Program, there: Set[Var]) -> list[list[Var]]:
@@ -372,17 +336,3 @@ def _there_anyway(program: Program) -> set[Var]:
         if after in results:
             results.add(before)
     return given | results
-
-
-def _totals(buffers: Iterable[Span], steps: int, sizes: Sequence[float]) -> np.ndarray:
-    """Bytes of temporaries at every step."""
-    change = np.zeros(steps + 1)
-    for span in buffers:
-        change[span.first] += sizes[span.value]
-        change[span.last + 1] -= sizes[span.value]
-    return np.cumsum(change)[: max(steps, 1)]
-
-
-def _first_at(points: Sequence[int], step: int) -> int:
-    """The place of the first point that is not before a step."""
-    return int(np.searchsorted(np.asarray(points), step))

@@ -1,0 +1,143 @@
+"""Rows that keep a search within a memory limit: buffers alive together, as bytes for each choice of each node.
+
+In: what one device runs before anything is chosen, its footprint, and the bytes of its values for each choice. Out: `MemoryRow`s
+at the points of the program that need most under one choice. A row counts no more than the choice requires, so what keeps no row
+fits in no way:
+
+    input i at point t    max(s_i, c_i) is at least required, as a copy in another layout is there beside the input
+    row B at t            the sum of c_i over inputs whose copy is alive at t, s_i over others, and the temporaries
+    row A at one point    the sum of s_i over all inputs, and the temporaries
+
+with s_i the bytes of an input in the layout in which it is kept, c_i in that in which it is read. Row B sees what gathering
+costs, row A that an input kept whole is there though it is read in parts. Copies that may be dropped are in no row then.
+
+What can go wrong: other values may be copied too, so a choice that keeps the rows may need more, and each is checked.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from autopar.intra_op.memory.device_operations import Span, Value
+from autopar.intra_op.memory.device_program import DeviceProgram
+from autopar.intra_op.memory.footprint import Footprint
+from autopar.solver.problem import MemoryRow
+
+
+def rows_of(
+    program: DeviceProgram,
+    footprint: Footprint,
+    kept: Sequence[int],
+    sizes_of: Callable[[Value], np.ndarray],
+    choice: Sequence[int],
+    *,
+    margin: float,
+    points: int,
+    drops_copies: bool = False,
+) -> list[MemoryRow]:
+    """The rows at the points that need most under a choice, one of each stretch.
+
+    Args:
+        program: what one device runs before anything is chosen.
+        footprint: its buffers.
+        kept: values that are there from the first step to the last.
+        sizes_of: bytes of a value for each choice of the node that decides.
+        choice: the number of a choice for each node.
+        margin: the part of what temporaries take that is predicted.
+        points: how many points are watched at most.
+        drops_copies: whether gathered copies are dropped and made again, but for those that loops read.
+    """
+    spans = [s for s in footprint.spans if not drops_copies or _stays(program.values[s.value])]
+    sizes = [float(sizes_of(v)[0 if v.key is None else choice[v.key[0]]]) for v in program.values]
+    more = [_more_than_input(v, size, sizes) for v, size in zip(program.values, sizes, strict=True)]
+    totals = totals_of(spans, footprint.steps, more)
+    stretch = max(1, math.ceil(len(totals) / points))
+    watched = [at + int(np.argmax(totals[at : at + stretch])) for at in range(0, len(totals), stretch)]
+    alive = _alive_at(watched, spans)
+    counted: dict[tuple[int, float], _Counted] = {}
+
+    def count(value: int, ratio: float) -> _Counted:
+        if (value, ratio) not in counted:
+            counted[value, ratio] = _count(program.values[value], sizes_of(program.values[value]) / ratio)
+        return counted[value, ratio]
+
+    def row(name: str, at: int, copies: dict[int, int]) -> MemoryRow:
+        temporaries = [v for v in alive[at] if program.values[v].copy_of is None]
+        return _row(name, [*(count(copies.get(v, v), 1.0) for v in kept), *(count(v, margin) for v in temporaries)])
+
+    rows = [row(f"point{at}", at, _copies(program.values, alive[at])) for at in watched]
+    with_copies = [at for at in watched if any(program.values[v].copy_of is not None for v in alive[at])]
+    if with_copies:
+        highest = max(with_copies, key=lambda at: totals[at])
+        rows.append(row(f"inputs{highest}", highest, {}))
+    return rows
+
+
+def totals_of(buffers: Iterable[Span], steps: int, sizes: Sequence[float]) -> np.ndarray:
+    """Bytes of temporaries at every step; `sizes` are those of each value."""
+    change = np.zeros(steps + 1)
+    for span in buffers:
+        change[span.first] += sizes[span.value]
+        change[span.last + 1] -= sizes[span.value]
+    return np.cumsum(change)[: max(steps, 1)]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Counted:
+    """Bytes that a value takes for each choice of a node (choices,); without a node for all choices alike."""
+
+    node: int | None
+    sizes: np.ndarray
+
+
+def _stays(value: Value) -> bool:
+    """Whether a value is alive as long as its buffer is, also where gathered copies are dropped."""
+    return value.copy_of is None or value.for_loop
+
+
+def _more_than_input(value: Value, size: float, sizes: Sequence[float]) -> float:
+    """What a value takes beside the inputs: of a copy, as much as it is larger than the input."""
+    return size if value.copy_of is None else max(0.0, size - sizes[value.copy_of])
+
+
+def _alive_at(points: Sequence[int], spans: Sequence[Span]) -> dict[int, list[int]]:
+    """The values that are alive at each of some ascending points."""
+    alive = collections.defaultdict[int, list[int]](list)
+    ascending = np.asarray(points)
+    for span in spans:
+        for at in points[int(np.searchsorted(ascending, span.first)) :]:
+            if at > span.last:
+                break
+            alive[at].append(span.value)
+    return alive
+
+
+def _copies(values: Sequence[Value], alive: Sequence[int]) -> dict[int, int]:
+    """Of inputs that have copies, the copy that was made last."""
+    return {root: v for v in sorted(alive) if (root := values[v].copy_of) is not None}
+
+
+def _count(value: Value, sizes: np.ndarray) -> _Counted:
+    """What a value takes of a row."""
+    if value.key is None or sizes.min() == sizes.max():
+        return _Counted(None, sizes)
+    return _Counted(value.key[0], sizes)
+
+
+def _row(name: str, entries: Iterable[_Counted]) -> MemoryRow:
+    """The row of values that are alive together."""
+    fixed = 0.0
+    by_node: dict[int, np.ndarray] = {}
+    for entry in entries:
+        if entry.node is None:
+            fixed += float(entry.sizes[0])
+        elif entry.node in by_node:
+            by_node[entry.node] = by_node[entry.node] + entry.sizes
+        else:
+            by_node[entry.node] = entry.sizes
+    return MemoryRow(name, by_node, fixed)
