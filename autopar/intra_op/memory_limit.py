@@ -119,6 +119,8 @@ def choose_within_limit(
                 continue
             case TooLarge(tried_bytes):
                 least = min(least, tried_bytes)
+                if search.problem.budget.is_over:
+                    break
             case Unfinished():
                 break
             case ended:
@@ -156,6 +158,7 @@ class _LimitSearch:
     rival_s: Callable[[], float] = nobody_s
     _rows: dict[bool, _Rows] = dataclasses.field(default_factory=dict)
     _met: dict[Numbers, None] = dataclasses.field(default_factory=dict)
+    _peaks: dict[tuple[Numbers, int | None], int] = dataclasses.field(default_factory=dict)
 
     @property
     def is_beaten(self) -> bool:
@@ -163,7 +166,8 @@ class _LimitSearch:
         return self.free.lower_bound_s >= self.rival_s()
 
     def _rows_for(self, drops_copies: bool) -> _Rows:
-        """The rows where copies are kept, or dropped and made again."""
+        """The rows where copies are kept, or dropped and made again; the same if none can be."""
+        drops_copies |= not self.memory.may_drop_copies
         if drops_copies not in self._rows:
             limited = dataclasses.replace(
                 self.problem, rows=self.memory.rows(self.free.numbers, drops_copies=drops_copies)
@@ -205,8 +209,8 @@ class _LimitSearch:
             least = required if least is None else min(least, required)
             lower = max(row_limit - (required - self.limit_bytes) * 2**number, (too_low + row_limit) / 2)
             row_limit = min(lower, rows.used(found.numbers) - 1.0)
-            if self.problem.budget.is_over:
-                break
+            if self.problem.budget.is_over or (drops_copies and span is None):
+                break  # no work is left, or it is not copies that take too much
         assert least is not None, "the first round returns or finds a choice"
         return TooLarge(least, is_settled=False)
 
@@ -221,8 +225,11 @@ class _LimitSearch:
 
     def _required(self, numbers: Numbers, copy_span: int | None) -> int:
         """See `MemoryModel.required`, which costs as much as a search of a deep step does."""
-        self.problem.budget.spend(_WORK_PER_NODE * len(numbers))
-        return self.memory.required(numbers, copy_span=copy_span)
+        key = numbers, copy_span
+        if key not in self._peaks:
+            self.problem.budget.spend(_WORK_PER_NODE * len(numbers))
+            self._peaks[key] = self.memory.required(numbers, copy_span=copy_span)
+        return self._peaks[key]
 
     def _may_fit(self, numbers: Numbers, copy_span: int | None) -> bool:
         """Whether a choice may require no more than the limit, going by the rows and what others require beyond these."""

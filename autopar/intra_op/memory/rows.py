@@ -1,17 +1,18 @@
 """Rows that keep a search within a memory limit: buffers alive together, as bytes for each choice of each node.
 
 In: what one device runs before anything is chosen, its footprint, and the bytes of its values for each choice. Out: `MemoryRow`s
-at the points of the program that need most under one choice. A row counts no more than the choice requires, so what keeps no row
-fits in no way:
+at the points of the program that need most under one choice. With s_i the bytes of input i in the layout in which it is kept, and
+c_i in that in which it is read, a device needs at least max(s_i, c_i), as a copy in another layout is there beside the input. Rows
+are sums over nodes, so each counts one of the two:
 
-    input i at point t    max(s_i, c_i) is at least required, as a copy in another layout is there beside the input
-    row B at t            the sum of c_i over inputs whose copy is alive at t, s_i over others, and the temporaries
-    row A at one point    the sum of s_i over all inputs, and the temporaries
+    at each point t    the sum of c_i over inputs whose copy is alive at t, of s_i over others, and the temporaries
+    at one point       the sum of s_i over all inputs, and the temporaries
 
-with s_i the bytes of an input in the layout in which it is kept, c_i in that in which it is read. Row B sees what gathering
-costs, row A that an input kept whole is there though it is read in parts. Copies that may be dropped are in no row then.
+The first see what gathering costs, the second that an input kept whole is there though it is read in parts. Copies that are
+dropped and made again are in no row.
 
-What can go wrong: other values may be copied too, so a choice that keeps the rows may need more, and each is checked.
+What can go wrong: other values may be copied too, and what is freed early is not known before layouts are, so rows may say less
+than is required or more. Each choice is checked.
 """
 
 from __future__ import annotations

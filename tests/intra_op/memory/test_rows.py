@@ -1,0 +1,81 @@
+"""Rows of a memory limit: an input that loops or operations read in another layout counts in that one while it is read."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autopar.cost_model.hardware import PRESETS
+from autopar.intra_op.choices.graph import build_graph
+from autopar.intra_op.choices.options import PlannerOptions
+from autopar.intra_op.memory.model import MemoryModel
+from autopar.layouts.mesh import LogicalMesh
+from autopar.program.from_jaxpr import program_of
+
+FLOAT, SIDE = 4, 256
+WHOLE = SIDE * SIDE * FLOAT
+PART = WHOLE // 4
+SMALL = 20 * SIDE * FLOAT
+"""More than everything but the weight takes."""
+
+
+def in_a_loop(weight, batch):
+    """Every trip reads the weight."""
+    return jax.lax.scan(lambda total, row: (total + jnp.sum(jnp.tanh(row @ weight)), None), 0.0, batch)[0]
+
+
+def twice(weight, batch):
+    """Two products read the weight."""
+    rows = batch.reshape(-1, SIDE)
+    return jnp.sum(jnp.tanh(jnp.tanh(rows @ weight) @ weight))
+
+
+def memory_of(step):
+    program, _ = program_of(jax.make_jaxpr(step)(jnp.ones((SIDE, SIDE)), jnp.ones((4, 1, SIDE))))
+    graph = build_graph(
+        program,
+        LogicalMesh.of((4,)),
+        PRESETS["cpu"],
+        PlannerOptions(),
+        input_layouts=[None] * 2,
+        output_layouts=[None],
+    )
+    return MemoryModel(graph, input_names=["weight", "batch"], aliased_outputs={})
+
+
+def choices_of(memory, *, kept, read):
+    """A choice in which the weight lies whole or in four parts, and is read so; of the rest the first is as good as any."""
+    graph = memory.graph
+    choice = [0] * len(graph.nodes)
+    for number, node in enumerate(graph.nodes):
+        is_head = node.equation is not None and node.equation.primitive.name == "fan_out"
+        wanted = kept if node.input_number == 0 else read if is_head else None
+        outputs = [strategy.outputs[0] for strategy in node.choices.strategies]
+        if wanted is not None and (node.input_number == 0 or node.equation.outvars[0].aval.shape == (SIDE, SIDE)):
+            sizes = [layout.local_bytes((SIDE, SIDE), FLOAT, graph.mesh) for layout in outputs]
+            choice[number] = sizes.index(wanted)
+    return choice
+
+
+@pytest.mark.parametrize("step", [in_a_loop, twice])
+@pytest.mark.parametrize(
+    ("kept", "read", "with_copies", "without"),
+    [(WHOLE, WHOLE, WHOLE, WHOLE), (PART, PART, PART, PART), (PART, WHOLE, WHOLE, PART), (WHOLE, PART, WHOLE, WHOLE)],
+    ids=["whole", "split", "gathered", "cut out"],
+)
+def test_an_input_counts_once_as_it_is_read_or_as_it_is_kept_whichever_is_more(step, kept, read, with_copies, without):
+    memory = memory_of(step)
+    choice = choices_of(memory, kept=kept, read=read)
+    used = {drops: max(row.used(choice) for row in memory.rows(choice, drops_copies=drops)) for drops in (False, True)}
+    assert with_copies <= used[False] < with_copies + SMALL
+    stays = with_copies if step is in_a_loop else without
+    assert stays <= used[True] < stays + SMALL, "what a loop reads all the time cannot be dropped"
+    assert used[False] <= memory.required(choice) + SMALL
+    assert memory.may_drop_copies == (step is twice)
+
+
+@pytest.mark.parametrize("step", [in_a_loop, twice])
+def test_copies_are_not_there_in_the_least_that_a_step_needs(step):
+    memory = memory_of(step)
+    assert PART <= memory.least()[0] < PART + SMALL
+    assert sum(memory.evenly_divided_parts()) < PART + SMALL
