@@ -1,9 +1,9 @@
 """Rows that keep a search within a memory limit: buffers alive together, as bytes for each choice of each node.
 
 In: what one device runs before anything is chosen, its footprint, and the bytes of its values for each choice. Out: `MemoryRow`s
-at the points of the program that need most under one choice. With s_i the bytes of input i in the layout in which it is kept, and
-c_i in that in which it is read, a device needs at least max(s_i, c_i), as a copy in another layout is there beside the input. Rows
-are sums over nodes, so each counts one of the two:
+at the points of the program that need most under one choice. With s_i the bytes of input i in the layout in which it is kept,
+and c_i in that in which it is read, a device needs at least max(s_i, c_i), as a copy in another layout is there beside the
+input. Rows are sums over nodes, so each counts one of the two:
 
     at each point t    the sum of c_i over inputs whose copy is alive at t, of s_i over others, and the temporaries
     at one point       the sum of s_i over all inputs, and the temporaries
