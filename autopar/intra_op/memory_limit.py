@@ -100,34 +100,16 @@ def choose_within_limit(
     least = 0 if limit_bytes is None else memory.required(free.numbers)
     if limit_bytes is None or least <= limit_bytes:
         return Fits(free, None, free.seconds)
+    budget = problem.budget.limit(until=lambda: free.lower_bound_s >= rival_s())
     search = _LimitSearch(
-        problem=dataclasses.replace(
-            problem, budget=problem.budget.limit(until=lambda: free.lower_bound_s >= rival_s())
-        ),
+        problem=dataclasses.replace(problem, budget=budget),
         free=free,
         memory=memory,
         limit_bytes=limit_bytes,
         free_bytes=least,
         rival_s=rival_s,
     )
-    spans = (None, copy_span_of(memory.graph.program))
-    for drops_copies in (False, True) if memory.may_drop_copies else (True,):
-        match search.run(spans, drops_copies=drops_copies, rounds=tuning.memory_rounds):
-            case DoesNotFit() if drops_copies:
-                return TooLarge(least, is_settled=True)
-            case DoesNotFit():
-                continue
-            case TooLarge(tried_bytes):
-                least = min(least, tried_bytes)
-                if search.problem.budget.is_over:
-                    break
-            case Unfinished():
-                break
-            case ended:
-                return ended
-    if search.is_beaten:
-        return CutOff(free.lower_bound_s)
-    return search.find_met(spans) or TooLarge(least, is_settled=False)
+    return search.run(rounds=tuning.memory_rounds)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -176,7 +158,29 @@ class _LimitSearch:
             self._rows[drops_copies] = _Rows(limited, self.limit_bytes + excess)
         return self._rows[drops_copies]
 
-    def run(
+    def run(self, *, rounds: int) -> Limited:
+        """The best choice found, by rows that keep copies, then by rows that drop them; `rounds` are tried of each."""
+        spans = (None, copy_span_of(self.memory.graph.program))
+        least = self.free_bytes
+        for drops_copies in (False, True) if self.memory.may_drop_copies else (True,):
+            match self._try(spans, drops_copies=drops_copies, rounds=rounds):
+                case DoesNotFit() if drops_copies:
+                    return TooLarge(least, is_settled=True)
+                case DoesNotFit():
+                    continue
+                case TooLarge(tried_bytes):
+                    least = min(least, tried_bytes)
+                    if self.problem.budget.is_over:
+                        break
+                case Unfinished():
+                    break
+                case ended:
+                    return ended
+        if self.is_beaten:
+            return CutOff(self.free.lower_bound_s)
+        return self.find_met(spans) or TooLarge(least, is_settled=False)
+
+    def _try(
         self, spans: Sequence[int | None], *, drops_copies: bool, rounds: int
     ) -> Fits | TooLarge | CutOff | DoesNotFit | NotSearched | Unreachable | Unfinished:
         """The first choice that fits; `TooLarge` if none that was tried does; the solver's outcome that ended the search.
