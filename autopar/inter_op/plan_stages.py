@@ -200,7 +200,7 @@ def _cut(loop: TimeLoop, cuts: tuple[int, ...], wanted: StageRequest) -> StageCu
         cut = place_stages(loop, place_by_leaves(loop, homes, wanted.num_stages), homes)
     if not any(wanted.shares):
         return cut
-    layers = find_layers(forward_chain(loop), TUNING.layer_counts)
+    layers = find_layers(forward_chain(loop), TUNING.layer_counts, is_divisible=True)
     return recompute_in_backward(cut, wanted.shares, layers=layers, keeps_named=wanted.keeps_named)
 
 

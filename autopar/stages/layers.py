@@ -64,13 +64,17 @@ def cluster(
     return task.solve(task.attainable(bound))
 
 
-def find_layers(chain: Sequence[ForwardEquation], counts: Sequence[int], *, tuning: Tuning = TUNING) -> tuple[int, ...]:
+def find_layers(
+    chain: Sequence[ForwardEquation], counts: Sequence[int], *, is_divisible: bool = False, tuning: Tuning = TUNING
+) -> tuple[int, ...]:
     """The places where layers begin: the user's boundaries, or else at the ends of blocks, if the model has blocks.
 
     `counts`: the numbers of layers that are compared; the one whose cuts are the most natural is taken, the first among equals.
     A cut inside a block sends more than the ends of that block do, on both sides. Blocks of unlike width send unlike bytes, so
-    cuts nearby decide; among equals those further away, which are the ends of the block where a model has few. Numbers are left
-    out under which most of the work is in equations that are too large to be in a layer with others.
+    cuts nearby decide; among equals those further away, which are the ends of the block where a model has few.
+
+    `is_divisible`: numbers are left out under which most of the work is in equations that are too large to be in a layer with
+    others. Such layers are worth nothing to recomputation.
     """
     if marked := boundaries(chain):
         return marked
@@ -78,7 +82,7 @@ def find_layers(chain: Sequence[ForwardEquation], counts: Sequence[int], *, tuni
     best: tuple[int, ...] = ()
     least = (math.inf, math.inf)
     for count in counts:
-        if count < len(chain) and _are_divisible(before, count, slack=1.0):
+        if count < len(chain) and (not is_divisible or _are_divisible(before, count, slack=1.0)):
             places = cluster(chain, max_layers=count, slack=1.0)
             excesses = [_excesses(place, before, cut_bytes, tuning) for place in places]
             near, far = (max((one[n] for one in excesses), default=math.inf) for n in (0, 1))

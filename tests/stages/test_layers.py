@@ -134,16 +134,17 @@ def test_each_block_of_a_shallow_perceptron_is_a_layer(blocks):
     assert cuts == tuple(range(6, 6 * blocks, 6))
 
 
-def test_residual_blocks_of_one_product_are_not_cut_around_their_products():
+def test_residual_blocks_of_one_product_are_not_cut_around_their_products_where_layers_are_to_be_divisible():
     """More layers would each be one product, or the cheap operations between two: the products would not fit in with others."""
     flops, cut_bytes = [30, 1, 1, 1, 1, 1, 1, 1, 1, 1], [1, 2, 2, 2, 2, 2, 2, 3, 2, 1]
-    cuts = find_layers(chain_of(flops * 4, cut_bytes * 4), COUNTS)
-    assert cuts == (10, 20, 30)
+    chain = chain_of(flops * 4, cut_bytes * 4)
+    assert find_layers(chain, COUNTS, is_divisible=True) == (10, 20, 30)
+    assert len(find_layers(chain, COUNTS)) > 3
 
 
 def test_one_large_equation_leaves_the_blocks_before_it_layers():
     chain = [*chain_of_blocks([7] * 16), *chain_of([40], [7])]
-    assert set(find_layers(chain, COUNTS)) >= set(ENDS_OF_16_BLOCKS)
+    assert set(find_layers(chain, COUNTS, is_divisible=True)) >= set(ENDS_OF_16_BLOCKS)
 
 
 def test_blocks_that_send_half_as_much_more_than_others_are_layers_too():
