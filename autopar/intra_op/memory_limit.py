@@ -213,7 +213,8 @@ class _LimitSearch:
             least = required if least is None else min(least, required)
             lower = max(row_limit - (required - self.limit_bytes) * 2**number, (too_low + row_limit) / 2)
             row_limit = min(lower, rows.used(found.numbers) - 1.0)
-            if self.problem.budget.is_over or (drops_copies and span is None):
+            is_in_vain = drops_copies and self.memory.may_drop_copies and span is None
+            if self.problem.budget.is_over or is_in_vain:
                 break  # no work is left, or it is not copies that take too much
         assert least is not None, "the first round returns or finds a choice"
         return TooLarge(least, is_settled=False)

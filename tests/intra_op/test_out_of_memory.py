@@ -168,7 +168,8 @@ def test_rows_are_asked_once_where_no_copy_can_be_dropped(limit):
     assert len(memory.asked) == 1
 
 
-def test_a_choice_that_is_too_large_by_what_the_rows_leave_out_is_not_found_again():
+@pytest.mark.parametrize("may_drop_copies", [False, True])
+def test_a_choice_that_is_too_large_by_what_the_rows_leave_out_is_not_found_again(may_drop_copies):
     """What is fast takes much more than the rows say, which are far below the limit."""
     problem, rows = fast_or_small()
 
@@ -176,7 +177,7 @@ def test_a_choice_that_is_too_large_by_what_the_rows_leave_out_is_not_found_agai
         def required(self, choice, *, copy_span=None):
             return super().required(choice) + (0 if all(choice) else 2000)
 
-    found = choose_within_limit(problem, Much(rows), 1000)
+    found = choose_within_limit(problem, Much(rows, may_drop_copies=may_drop_copies), 1000)
     assert isinstance(found, Fits)
     assert found.choice.numbers == (1, 1, 1, 1)
 
