@@ -3,8 +3,8 @@
 In: a choice problem without memory rows, the memory model of its graph, a limit. Out: `Fits`, `TooLarge`, or the solver's outcome
 that ended the search. The rows of the memory model leave out what depends on pairs of choices, such as a gathered operand, so
 the peak of each choice is checked. Where it says that this mattered, the rows' limit is lowered and the search repeated. Gathered
-copies stay until their last use; only where nothing fits so are they dropped and gathered again, and left out of the rows. What
-can go wrong: something fits that the search does not find; `TooLarge` says whether that is possible.
+copies stay until their last use; only where a choice does not fit so are they dropped and gathered again. What can go wrong:
+something fits that the search does not find; `TooLarge` says whether that is possible.
 """
 
 from __future__ import annotations
@@ -100,107 +100,91 @@ def choose_within_limit(
     least = 0 if limit_bytes is None else memory.required(free.numbers)
     if limit_bytes is None or least <= limit_bytes:
         return Fits(free, None, free.seconds)
-    budget = problem.budget.limit(until=lambda: free.lower_bound_s >= rival_s())
-    search = _LimitSearch(
-        problem=dataclasses.replace(problem, budget=budget),
-        free=free,
-        memory=memory,
-        limit_bytes=limit_bytes,
-        free_bytes=least,
-        rival_s=rival_s,
-    )
-    return search.run(rounds=tuning.memory_rounds)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Rows:
-    """The problem with memory rows, and their highest limit: they may say more than is required, by what is known of `free`.
-
-    `above`: how much more than the rows say choices that were met require.
-    """
-
-    problem: ChoiceProblem
-    highest_bytes: float
-    above: list[float] = dataclasses.field(default_factory=list)
-
-    def used(self, numbers: Numbers) -> float:
-        """Bytes per device that a choice needs by the rows."""
-        return float(self.problem.spans.used_by(np.asarray(numbers)).max())
+    search = _LimitSearch.of(problem, free, memory, limit_bytes, least=least, rival_s=rival_s)
+    spans = (None, copy_span_of(memory.graph.program))
+    match search.run(spans, rounds=tuning.memory_rounds):
+        case DoesNotFit():
+            return TooLarge(least, is_settled=True)
+        case TooLarge(tried_bytes):
+            least = min(least, tried_bytes)
+        case Unfinished():
+            pass
+        case ended:
+            return ended
+    if search.is_beaten:
+        return CutOff(free.lower_bound_s)
+    return search.find_met(spans) or TooLarge(least, is_settled=False)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class _LimitSearch:
-    """A search for a choice whose peak is within `limit_bytes`; `free_bytes`: what `free`, the best without a limit, requires."""
+    """A search for a choice whose peak is within `limit_bytes`, by memory rows whose limit is `highest_bytes` at first.
+
+    The rows may say more than is required: by how much, is known of `free`, the best choice without a limit. `above_rows`: how
+    much more than the rows say choices that were met require.
+    """
 
     problem: ChoiceProblem
     free: Chosen
     memory: MemoryModel
     limit_bytes: int
-    free_bytes: int
+    highest_bytes: float
     rival_s: Callable[[], float] = nobody_s
-    _rows: dict[bool, _Rows] = dataclasses.field(default_factory=dict)
     _met: dict[Numbers, None] = dataclasses.field(default_factory=dict)
+    _above_rows: list[float] = dataclasses.field(default_factory=list)
     _peaks: dict[tuple[Numbers, int | None], int] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        problem: ChoiceProblem,
+        free: Chosen,
+        memory: MemoryModel,
+        limit_bytes: int,
+        *,
+        least: int,
+        rival_s: Callable[[], float],
+    ) -> _LimitSearch:
+        """The search of a problem without rows; `least`: what `free` requires."""
+        budget = problem.budget.limit(until=lambda: free.lower_bound_s >= rival_s())
+        limited = dataclasses.replace(problem, rows=memory.rows(free.numbers), budget=budget)
+        excess = max(0.0, max(row.used(free.numbers) for row in limited.rows) - least)
+        return cls(
+            problem=limited,
+            free=free,
+            memory=memory,
+            limit_bytes=limit_bytes,
+            highest_bytes=limit_bytes + excess,
+            rival_s=rival_s,
+        )
 
     @property
     def is_beaten(self) -> bool:
         """Whether another one has something as fast as the best without a limit."""
         return self.free.lower_bound_s >= self.rival_s()
 
-    def _rows_for(self, drops_copies: bool) -> _Rows:
-        """The rows where copies are kept, or dropped and made again; the same if none can be."""
-        drops_copies |= not self.memory.may_drop_copies
-        if drops_copies not in self._rows:
-            limited = dataclasses.replace(
-                self.problem, rows=self.memory.rows(self.free.numbers, drops_copies=drops_copies)
-            )
-            excess = max(0.0, max(row.used(self.free.numbers) for row in limited.rows) - self.free_bytes)
-            self._rows[drops_copies] = _Rows(limited, self.limit_bytes + excess)
-        return self._rows[drops_copies]
-
-    def run(self, *, rounds: int) -> Limited:
-        """The best choice found, by rows that keep copies, then by rows that drop them; `rounds` are tried of each."""
-        spans = (None, copy_span_of(self.memory.graph.program))
-        least = self.free_bytes
-        for drops_copies in (False, True) if self.memory.may_drop_copies else (True,):
-            match self._try(spans, drops_copies=drops_copies, rounds=rounds):
-                case DoesNotFit() if drops_copies:
-                    return TooLarge(least, is_settled=True)
-                case DoesNotFit():
-                    continue
-                case TooLarge(tried_bytes):
-                    least = min(least, tried_bytes)
-                    if self.problem.budget.is_over:
-                        break
-                case Unfinished():
-                    break
-                case ended:
-                    return ended
-        if self.is_beaten:
-            return CutOff(self.free.lower_bound_s)
-        return self.find_met(spans) or TooLarge(least, is_settled=False)
-
-    def _try(
-        self, spans: Sequence[int | None], *, drops_copies: bool, rounds: int
+    def run(
+        self, spans: Sequence[int | None], *, rounds: int
     ) -> Fits | TooLarge | CutOff | DoesNotFit | NotSearched | Unreachable | Unfinished:
         """The first choice that fits; `TooLarge` if none that was tried does; the solver's outcome that ended the search.
 
-        A choice by rows that keep copies may fit where they are dropped. It is taken then: no other one that keeps the rows is
-        faster, and gathering again costs less than another search. The rows' limit is lowered by what a choice's peak is above
-        the limit, twice as far each time, and below what the rows say of that choice, which would be found again; and halfway
-        back where no choice keeps the rows. Where nothing keeps even the first limit of the rows, there is nothing to repeat.
+        `spans`: for how long copies may be kept. A choice that fits where they are dropped is taken, as no other one that keeps
+        the rows is faster, and gathering again costs less than another search. The rows' limit is lowered by what a choice's peak
+        is above the limit, twice as far each time, and below what the rows say of that choice, which would be found again; and
+        halfway back where no choice keeps the rows, or only slower ones do than are looked for: these say nothing of what the
+        memory holds. Where nothing keeps even the first limit of the rows, there is nothing to repeat.
         """
-        rows = self._rows_for(drops_copies)
-        row_limit, too_low = rows.highest_bytes, 0.0
+        row_limit, too_low = self.highest_bytes, 0.0
         least: int | None = None
         tried: tuple[Numbers, ...] = ()
         for number in range(rounds):
             if self.is_beaten:
                 return CutOff(self.free.lower_bound_s)
-            limited = dataclasses.replace(rows.problem, limit_bytes=row_limit)
-            found = choose(limited, free=self.free, tried=tried)
-            if isinstance(found, DoesNotFit | Unfinished) and row_limit < rows.highest_bytes:
-                too_low, row_limit = row_limit, (row_limit + rows.highest_bytes) / 2
+            found = choose(dataclasses.replace(self.problem, limit_bytes=row_limit), free=self.free, tried=tried)
+            if isinstance(found, DoesNotFit | Unfinished | CutOff | NotSearched) and row_limit < self.highest_bytes:
+                known = found.least_bytes if isinstance(found, DoesNotFit) else 0.0
+                too_low = max(row_limit, min(known, self.highest_bytes))
+                row_limit = (too_low + self.highest_bytes) / 2
                 continue
             if not isinstance(found, Chosen):
                 return found
@@ -209,13 +193,12 @@ class _LimitSearch:
             required, span = self._leanest(found.numbers, spans)
             if required <= self.limit_bytes:
                 return Fits(found, span, self.free.seconds)
-            rows.above.append(required - rows.used(found.numbers))
+            self._above_rows.append(required - self._used(found.numbers))
             least = required if least is None else min(least, required)
             lower = max(row_limit - (required - self.limit_bytes) * 2**number, (too_low + row_limit) / 2)
-            row_limit = min(lower, rows.used(found.numbers) - 1.0)
-            is_in_vain = drops_copies and self.memory.may_drop_copies and span is None
-            if self.problem.budget.is_over or is_in_vain:
-                break  # no work is left, or it is not copies that take too much
+            row_limit = min(lower, self._used(found.numbers) - 1.0)
+            if self.problem.budget.is_over:
+                break
         assert least is not None, "the first round returns or finds a choice"
         return TooLarge(least, is_settled=False)
 
@@ -236,10 +219,9 @@ class _LimitSearch:
             self._peaks[key] = self.memory.required(numbers, copy_span=copy_span)
         return self._peaks[key]
 
-    def _may_fit(self, numbers: Numbers, copy_span: int | None) -> bool:
-        """Whether a choice may require no more than the limit, going by the rows and what others require beyond these."""
-        rows = self._rows_for(copy_span is not None)
-        return rows.used(numbers) + min(rows.above, default=0.0) <= TUNING.met_part * self.limit_bytes
+    def _used(self, numbers: Numbers) -> float:
+        """Bytes per device that a choice needs by the rows."""
+        return float(self.problem.spans.used_by(np.asarray(numbers)).max())
 
     def find_met(self, copy_spans: Sequence[int | None]) -> Fits | None:
         """The fastest choice met on the way whose peak is within the limit: of some the rows say more than they need.
@@ -247,12 +229,11 @@ class _LimitSearch:
         A peak takes a while to compute. It is left out where it would have to be closer to what the rows say than any that is
         known, by some percent of the limit.
         """
-        values = {numbers: self.problem.costs.value(numbers) for numbers in self._met}
+        most = TUNING.met_part * self.limit_bytes - min(self._above_rows, default=-math.inf)
+        values = {n: self.problem.costs.value(n) for n in self._met if most == math.inf or self._used(n) <= most}
         for numbers in sorted(values, key=lambda numbers: values[numbers]):
             for copy_span in copy_spans:
-                if values[numbers] >= self.problem.cutoff_s or not self._may_fit(numbers, copy_span):
-                    continue
-                if self._required(numbers, copy_span) <= self.limit_bytes:
+                if values[numbers] < self.problem.cutoff_s and self._required(numbers, copy_span) <= self.limit_bytes:
                     choice = Chosen(numbers, values[numbers], self.free.lower_bound_s, tuple(self._met))
                     return Fits(choice, copy_span, self.free.seconds)
         return None

@@ -9,32 +9,26 @@ import pytest
 
 from autopar.intra_op import memory_limit
 from autopar.intra_op.memory.model import Resident
-from autopar.intra_op.memory_limit import _WORK_PER_NODE, Fits, TooLarge, _LimitSearch, _Rows, choose_within_limit
+from autopar.intra_op.memory_limit import _WORK_PER_NODE, Fits, TooLarge, _LimitSearch, choose_within_limit
 from autopar.intra_op.out_of_memory import NothingFits, out_of_memory
 from autopar.intra_op.tuning import Tuning
 from autopar.layouts.mesh import LogicalMesh
-from autopar.solver import solve
 from autopar.solver import tuning as solver_tuning
 from autopar.solver.budget import Budget
-from autopar.solver.outcomes import Chosen, CutOff, Unfinished, Unreachable
+from autopar.solver.outcomes import Chosen, CutOff, DoesNotFit, NotSearched, Unfinished, Unreachable
 from autopar.solver.problem import ChoiceProblem, Costs, MemoryRow
 
 MESH = LogicalMesh((2,), ("x",))
 
 
 class Memory:
-    """A memory model by rows: the peak of a choice is its largest row, and some bytes that the rows leave out.
+    """A memory model by rows: the peak of a choice is its largest row, and some bytes that the rows leave out."""
 
-    `asked`: for which rows it was asked, those that keep copies or those that drop them.
-    """
-
-    def __init__(self, rows, unseen=lambda copy_span: 0, *, may_drop_copies=True):
-        self.given, self.unseen, self.may_drop_copies = rows, unseen, may_drop_copies
+    def __init__(self, rows, unseen=lambda copy_span: 0):
+        self.given, self.unseen = rows, unseen
         self.graph = SimpleNamespace(program=SimpleNamespace(equations=()))
-        self.asked = []
 
-    def rows(self, choice, *, drops_copies):
-        self.asked.append(drops_copies)
+    def rows(self, choice):
         return self.given
 
     def required(self, choice, *, copy_span=None):
@@ -121,55 +115,60 @@ def test_peaks_are_work_and_a_search_ends_when_its_work_is_done(work, is_short):
     assert (len(looks) == 3) == is_short
 
 
-def test_rows_without_copies_are_given_up_where_their_first_choice_needs_as_much_without_them(monkeypatch):
-    problem, rows = fast_or_small()
-    memory, asked = Memory(rows, unseen=lambda copy_span: 30), []
+def choose_in_turn(monkeypatch, *outcomes):
+    """The solver has these outcomes, one after the other; the list of the limits of rows that it is asked for."""
+    asked, left = [], iter(outcomes)
 
     def choose(problem, **given):
-        asked.append(memory.asked[-1])
-        return solve.choose(problem, **given)
+        asked.append(problem.limit_bytes)
+        return next(left)
 
     monkeypatch.setattr(memory_limit, "choose", choose)
-    free = Chosen((0, 0, 0, 0), 4.0, 4.0)
-    assert isinstance(choose_within_limit(problem, memory, 20, free=free), TooLarge)
-    assert asked.count(False) > 2
-    assert asked.count(True) == 1
+    return asked
 
 
-def test_a_choice_that_fits_with_its_copies_dropped_is_taken_at_once():
+FREE = Chosen((0, 0, 0, 0), 4.0, 4.0)
+ONE_SLOW, ALL_SLOW = Chosen((0, 0, 0, 1), 5.0, 4.0), Chosen((1, 1, 1, 1), 8.0, 4.0)
+
+
+def test_a_choice_that_fits_with_its_copies_dropped_is_taken_at_once(monkeypatch):
     problem, rows = fast_or_small()
     memory = Memory(rows, unseen=lambda copy_span: 30 if copy_span is None else 0)
-    found = choose_within_limit(problem, memory, 22)
-    assert (found.choice.seconds, memory.asked) == (6.0, [False]), (
-        "the rows keep copies, and nothing slower is looked for"
-    )
-
-
-def test_where_rows_with_copies_leave_nothing_those_without_are_asked():
-    """Copies take 30 of the rows."""
-    problem, rows = fast_or_small()
-
-    class WithCopies(Memory):
-        def rows(self, choice, *, drops_copies):
-            super().rows(choice, drops_copies=drops_copies)
-            return [dataclasses.replace(row, fixed_bytes=0.0 if drops_copies else 30.0) for row in self.given]
-
-    found = choose_within_limit(problem, WithCopies(rows, unseen=lambda span: 30 if span is None else 0), 22)
+    asked = choose_in_turn(monkeypatch, ONE_SLOW)
+    found = choose_within_limit(problem, memory, 32, free=FREE)
     assert isinstance(found, Fits)
-    assert found.choice.seconds == 6.0
+    assert (found.choice, len(asked)) == (ONE_SLOW, 1)
+    assert found.copy_span is not None
 
 
-@pytest.mark.parametrize("limit", [3, 20])
-def test_rows_are_asked_once_where_no_copy_can_be_dropped(limit):
+@pytest.mark.parametrize("ended", [CutOff(9.0), NotSearched(9.0), Unfinished(), DoesNotFit(2.0)])
+def test_what_ends_the_search_below_the_limit_of_rows_says_nothing_of_the_limit(monkeypatch, ended):
+    """What is left there is too slow or nothing, but what is faster than that may fit."""
     problem, rows = fast_or_small()
-    memory = Memory(rows, unseen=lambda copy_span: 30, may_drop_copies=False)
-    found = choose_within_limit(problem, memory, limit)
-    assert (isinstance(found, TooLarge), found.is_settled) == (True, limit == 3)
-    assert len(memory.asked) == 1
+    asked = choose_in_turn(monkeypatch, ONE_SLOW, ended, ALL_SLOW)
+    found = choose_within_limit(problem, Memory(rows, unseen=lambda copy_span: 5), 32, free=FREE)
+    assert isinstance(found, Fits)
+    assert found.choice == ALL_SLOW
+    first, lower, between = asked
+    assert first == 32
+    assert between == (lower + first) / 2
 
 
-@pytest.mark.parametrize("may_drop_copies", [False, True])
-def test_a_choice_that_is_too_large_by_what_the_rows_leave_out_is_not_found_again(may_drop_copies):
+def test_no_limit_of_rows_is_tried_below_what_is_known_to_be_needed(monkeypatch):
+    problem, rows = fast_or_small()
+    asked = choose_in_turn(monkeypatch, ONE_SLOW, DoesNotFit(30.0), ALL_SLOW)
+    choose_within_limit(problem, Memory(rows, unseen=lambda copy_span: 5), 32, free=FREE)
+    assert asked[1] < 30
+    assert asked[2] == (30 + 32) / 2
+
+
+def test_the_first_end_of_the_search_is_handed_on(monkeypatch):
+    problem, rows = fast_or_small()
+    choose_in_turn(monkeypatch, CutOff(9.0))
+    assert choose_within_limit(problem, Memory(rows), 32, free=FREE) == CutOff(9.0)
+
+
+def test_a_choice_that_is_too_large_by_what_the_rows_leave_out_is_not_found_again():
     """What is fast takes much more than the rows say, which are far below the limit."""
     problem, rows = fast_or_small()
 
@@ -177,7 +176,7 @@ def test_a_choice_that_is_too_large_by_what_the_rows_leave_out_is_not_found_agai
         def required(self, choice, *, copy_span=None):
             return super().required(choice) + (0 if all(choice) else 2000)
 
-    found = choose_within_limit(problem, Much(rows, may_drop_copies=may_drop_copies), 1000)
+    found = choose_within_limit(problem, Much(rows), 1000)
     assert isinstance(found, Fits)
     assert found.choice.numbers == (1, 1, 1, 1)
 
@@ -196,18 +195,16 @@ def test_a_choice_met_on_the_way_that_fits_is_taken_where_the_search_ends_withou
         free=Chosen((0, 0, 0, 0), 4.0, 4.0),
         memory=Odd(rows),
         limit_bytes=12,
-        free_bytes=70,
+        highest_bytes=12,
         _met=dict.fromkeys(met),
-        _rows={False: _Rows(dataclasses.replace(problem, rows=tuple(rows)), 12.0, [-12.0])},
     )
     assert search.find_met((None,)) == Fits(Chosen(met[0], 6.0, 4.0, tuple(met)), None, 4.0)
     assert dataclasses.replace(search, limit_bytes=9).find_met((None,)) is None
     cut = dataclasses.replace(search, problem=dataclasses.replace(problem, cutoff_s=6.0))
     assert cut.find_met((None,)) is None
-    search._rows[False].above[:] = [30.0]
-    assert search.find_met((None,)) is None, "it would have to be unlike all others"
-    search._rows[False].above[:] = [30.0, -12.0]
-    assert search.find_met((None,)) is not None
+    known = dataclasses.replace(search, problem=dataclasses.replace(problem, rows=tuple(rows)), _above_rows=[30.0])
+    assert known.find_met((None,)) is None, "it would have to be unlike all others"
+    assert dataclasses.replace(known, _above_rows=[30.0, -12.0]).find_met((None,)) is not None
 
 
 def test_an_integer_program_that_ends_early_does_not_settle_it():

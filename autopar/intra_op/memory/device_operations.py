@@ -41,8 +41,8 @@ ELEMENTWISE = (Kind.CHEAP, Kind.COSTLY, Kind.DEAR)
 class Value:
     """A value of one device; `key` is the (node, output, stacked) of the strategy graph whose layout decides its size.
 
-    `copy_of`: the input that it is, perhaps in another layout; it then needs memory of its own only if that is so. `for_loop`:
-    such a copy that a loop reads all the time, so that it cannot be dropped and made again. `scope`: the module that makes it.
+    `copy_of`: the input that it is, perhaps in another layout; it then needs memory of its own only if that is so. `scope`: the
+    module that makes it.
     """
 
     name: str
@@ -52,7 +52,6 @@ class Value:
     key: tuple[int, int, bool] | None
     itemsize: int
     copy_of: int | None = None
-    for_loop: bool = False
     scope: str = ""
 
     @property

@@ -159,7 +159,7 @@ class _Buffers(LayoutDomain[Held], StaticDomain[Held]):
         if root is None:
             return outer
         like, key = values.values[outer], values.key(entry.head.outvars[0])
-        copy = values.add(dataclasses.replace(like, key=key, copy_of=root, for_loop=True))
+        copy = values.add(dataclasses.replace(like, key=key, copy_of=root))
         self._writer(scope).emit(Kind.WHOLE, (outer,), (copy,))
         return copy
 

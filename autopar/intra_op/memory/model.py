@@ -200,12 +200,7 @@ class MemoryModel:
         sizes = [0 if v.copy_of is not None else int(self._sizes(v).min()) for v in program.values]
         return self._peak(program, self._whole_footprint, sizes)
 
-    @functools.cached_property
-    def may_drop_copies(self) -> bool:
-        """Whether there are inputs whose gathered copies can be dropped and made again."""
-        return any(v.copy_of is not None and not v.for_loop for v in self._whole.values)
-
-    def rows(self, choice: Sequence[int], *, drops_copies: bool = False) -> list[MemoryRow]:
+    def rows(self, choice: Sequence[int]) -> list[MemoryRow]:
         """What a limit must offer at the points that need most under `choice`, one of each stretch; see `rows.py`."""
         return rows_of(
             self._whole,
@@ -215,7 +210,6 @@ class MemoryModel:
             choice,
             margin=self.tuning.temporaries_margin,
             points=self.tuning.watched_points,
-            drops_copies=drops_copies,
         )
 
     def _sizes(self, value: Value) -> np.ndarray:

@@ -8,8 +8,7 @@ input. Rows are sums over nodes, so each counts one of the two:
     at each point t    the sum of c_i over inputs whose copy is alive at t, of s_i over others, and the temporaries
     at one point       the sum of s_i over all inputs, and the temporaries
 
-The first see what gathering costs, the second that an input kept whole is there though it is read in parts. Copies that are
-dropped and made again are in no row.
+The first see what gathering costs, the second that an input kept whole is there though it is read in parts.
 
 What can go wrong: other values may be copied too, and what is freed early is not known before layouts are, so rows may say less
 than is required or more. Each choice is checked.
@@ -39,7 +38,6 @@ def rows_of(
     *,
     margin: float,
     points: int,
-    drops_copies: bool = False,
 ) -> list[MemoryRow]:
     """The rows at the points that need most under a choice, one of each stretch.
 
@@ -51,15 +49,13 @@ def rows_of(
         choice: the number of a choice for each node.
         margin: the part of what temporaries take that is predicted.
         points: how many points are watched at most.
-        drops_copies: whether gathered copies are dropped and made again, but for those that loops read.
     """
-    spans = [s for s in footprint.spans if not drops_copies or _stays(program.values[s.value])]
     sizes = [float(sizes_of(v)[0 if v.key is None else choice[v.key[0]]]) for v in program.values]
     more = [_more_than_input(v, size, sizes) for v, size in zip(program.values, sizes, strict=True)]
-    totals = totals_of(spans, footprint.steps, more)
+    totals = totals_of(footprint.spans, footprint.steps, more)
     stretch = max(1, math.ceil(len(totals) / points))
     watched = [at + int(np.argmax(totals[at : at + stretch])) for at in range(0, len(totals), stretch)]
-    alive = _alive_at(watched, spans)
+    alive = _alive_at(watched, footprint.spans)
     counted: dict[tuple[int, float], _Counted] = {}
 
     def count(value: int, ratio: float) -> _Counted:
@@ -94,11 +90,6 @@ class _Counted:
 
     node: int | None
     sizes: np.ndarray
-
-
-def _stays(value: Value) -> bool:
-    """Whether a value is alive as long as its buffer is, also where gathered copies are dropped."""
-    return value.copy_of is None or value.for_loop
 
 
 def _more_than_input(value: Value, size: float, sizes: Sequence[float]) -> float:
