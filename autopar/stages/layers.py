@@ -33,6 +33,9 @@ from autopar.stages.chain import ForwardEquation
 from autopar.stages.even_cuts import boundaries
 from autopar.stages.tuning import TUNING, Tuning
 
+_SLACK = 1.0
+"""By this part of an equal share a layer may be larger, where the number of layers is not given."""
+
 
 def cluster(
     chain: Sequence[ForwardEquation],
@@ -82,8 +85,8 @@ def find_layers(
     best: tuple[int, ...] = ()
     least = (math.inf, math.inf)
     for count in counts:
-        if count < len(chain) and (not is_divisible or _are_divisible(before, count, slack=1.0)):
-            places = cluster(chain, max_layers=count, slack=1.0)
+        if count < len(chain) and (not is_divisible or _are_divisible(before, count)):
+            places = cluster(chain, max_layers=count, slack=_SLACK)
             excesses = [_excesses(place, before, cut_bytes, tuning) for place in places]
             near, far = (max((one[n] for one in excesses), default=math.inf) for n in (0, 1))
             if (most := (near, far)) < least:
@@ -97,10 +100,10 @@ def _flops_and_bytes(chain: Sequence[ForwardEquation]) -> tuple[np.ndarray, np.n
     return before, np.array([0.0, *(e.cut_bytes for e in chain[1:]), 0.0])
 
 
-def _are_divisible(before: np.ndarray, count: int, *, slack: float) -> bool:
+def _are_divisible(before: np.ndarray, count: int) -> bool:
     """Whether at least half of the work is in equations that fit into a layer with others, if layers are so many."""
     flops = np.diff(before)
-    return bool(flops[flops <= (1 + slack) * before[-1] / count].sum() * 2 >= before[-1])
+    return bool(flops[flops <= (1 + _SLACK) * before[-1] / count].sum() * 2 >= before[-1])
 
 
 def _excesses(place: int, before: np.ndarray, cut_bytes: np.ndarray, tuning: Tuning) -> tuple[float, float]:

@@ -33,8 +33,9 @@ class Tuning:
     smaller number, stages of a Wide-ResNet count as the inside of one block, as each halves what crosses; with a larger one,
     the insides of a perceptron's blocks count as ends where it has few of them."""
     furthest: float = 0.3
-    """The part of the work beyond which no cheaper cut is looked at. A larger half of a block than this is not known as its
-    inside; from 0.5 on, a cut in the middle is judged by the ends of the model, where little may cross."""
+    """Cheaper cuts are looked for within this part of the work on either side. With a smaller part, a block that is larger than
+    it on both sides of a cut is not noticed; from 0.5 on, a cut in the middle is judged by the ends of the model, where little
+    may cross."""
 
     # Stacks of layers: `scan_stacks.py`.
     most_pieces: int = 64

@@ -155,11 +155,13 @@ class _Buffers(LayoutDomain[Held], StaticDomain[Held]):
     def _for_loop(self, outer: int, entry: Entry, scope: Scope[Held]) -> int:
         """What a loop reads all the time, as a value of its own if it is an input that may be gathered for it."""
         values = self.values
-        root = outer if outer in values.split_inputs else values.values[outer].copy_of if outer >= 0 else None
+        if outer < 0:
+            return outer
+        like = values.values[outer]
+        root = outer if outer in values.split_inputs else like.copy_of
         if root is None:
             return outer
-        like, key = values.values[outer], values.key(entry.head.outvars[0])
-        copy = values.add(dataclasses.replace(like, key=key, copy_of=root))
+        copy = values.add(dataclasses.replace(like, key=values.key(entry.head.outvars[0]), copy_of=root))
         self._writer(scope).emit(Kind.WHOLE, (outer,), (copy,))
         return copy
 

@@ -5,15 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autopar.cost_model.hardware import PRESETS
-from autopar.intra_op.choices.graph import build_graph
-from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.memory.compilers import XLA_CPU, XLA_GPU
-from autopar.intra_op.memory.model import MemoryModel
-from autopar.layouts.mesh import LogicalMesh
-from autopar.program.from_jaxpr import program_of
+from tests.intra_op.memory.buffers import FLOAT, memory_of
 
-FLOAT = 4
 SQUARE = jax.ShapeDtypeStruct((64, 64), np.float32)
 
 
@@ -60,18 +54,9 @@ def added_to_a_product(state, batch):
 def test_what_is_scattered_and_what_loops_carry_counts_in_the_bound(step, batch, held, compiler):
     """`held`: of the state's size, what is there at once beside the state, which its result takes the place of."""
     held = held[compiler.platform] if isinstance(held, dict) else held
-    program, _ = program_of(jax.make_jaxpr(step)(SQUARE, batch))
-    graph = build_graph(
-        program,
-        LogicalMesh.of((4,)),
-        PRESETS["cpu"],
-        PlannerOptions(),
-        input_layouts=[None] * 2,
-        output_layouts=[None],
-    )
-    memory = MemoryModel(graph, input_names=["state", "batch"], aliased_outputs={0: 0}, compiler=compiler)
+    memory = memory_of(step, SQUARE, batch, aliased_outputs={0: 0}, compiler=compiler)
     rng = np.random.default_rng(0)
-    choices = [[int(rng.integers(len(node.choices.strategies))) for node in graph.nodes] for _ in range(20)]
+    choices = [[int(rng.integers(len(node.choices.strategies))) for node in memory.graph.nodes] for _ in range(20)]
     quarter, few = 64 * 64 * FLOAT // 4, 2000
     least = quarter + held * quarter / memory.tuning.temporaries_margin
     assert least <= memory.bound() <= least + few

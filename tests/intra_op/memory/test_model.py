@@ -15,19 +15,13 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar import OutOfMemoryError, data_parallel, zero3
-from autopar.cost_model.hardware import PRESETS
-from autopar.intra_op.choices.graph import build_graph
-from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.memory.device_operations import Block, Kind, Operation
 from autopar.intra_op.memory.folding import Folding
 from autopar.intra_op.memory.footprint import footprint_of
-from autopar.intra_op.memory.model import MemoryModel
 from autopar.intra_op.memory.tuning import TUNING
 from autopar.intra_op.xla_cpu.contraction_orders import of_product
-from autopar.layouts.mesh import LogicalMesh
 from autopar.models.registry import build
-from autopar.program.from_jaxpr import program_of
-from tests.intra_op.memory.buffers import FLOAT, buffers, real_bytes, values
+from tests.intra_op.memory.buffers import FLOAT, buffers, memory_of, real_bytes, values
 
 LEAST_RATIO, MOST_RATIO = 0.9, 1.1
 
@@ -157,15 +151,9 @@ def test_no_choice_of_layouts_needs_less_than_the_bound():
     def step(state, batch):
         return state - jnp.sum(jnp.tanh(batch @ state) @ state.T)
 
-    closed = jax.make_jaxpr(step)(square(64), square(64))
-    program, _ = program_of(closed)
-    free = [None] * 2
-    graph = build_graph(
-        program, LogicalMesh.of((4,)), PRESETS["cpu"], PlannerOptions(), input_layouts=free, output_layouts=free[:1]
-    )
-    memory = MemoryModel(graph, input_names=["state", "batch"], aliased_outputs={})
+    memory = memory_of(step, square(64), square(64))
     rng = np.random.default_rng(0)
-    choices = [[int(rng.integers(len(node.choices.strategies))) for node in graph.nodes] for _ in range(20)]
+    choices = [[int(rng.integers(len(node.choices.strategies))) for node in memory.graph.nodes] for _ in range(20)]
     quarter = 64 * 64 * FLOAT // 4
     assert 4 * quarter <= memory.bound() <= min(memory.required(choice) for choice in choices)
     peaks = [memory.peak(choice) for choice in choices]

@@ -4,14 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autopar.cost_model.hardware import PRESETS
-from autopar.intra_op.choices.graph import build_graph
-from autopar.intra_op.choices.options import PlannerOptions
-from autopar.intra_op.memory.model import MemoryModel
-from autopar.layouts.mesh import LogicalMesh
-from autopar.program.from_jaxpr import program_of
+from tests.intra_op.memory.buffers import FLOAT, memory_of
 
-FLOAT, SIDE = 4, 256
+SIDE = 256
 WHOLE = SIDE * SIDE * FLOAT
 PART = WHOLE // 4
 SMALL = 20 * SIDE * FLOAT
@@ -29,17 +24,8 @@ def twice(weight, batch):
     return jnp.sum(jnp.tanh(jnp.tanh(rows @ weight) @ weight))
 
 
-def memory_of(step):
-    program, _ = program_of(jax.make_jaxpr(step)(jnp.ones((SIDE, SIDE)), jnp.ones((4, 1, SIDE))))
-    graph = build_graph(
-        program,
-        LogicalMesh.of((4,)),
-        PRESETS["cpu"],
-        PlannerOptions(),
-        input_layouts=[None] * 2,
-        output_layouts=[None],
-    )
-    return MemoryModel(graph, input_names=["weight", "batch"], aliased_outputs={})
+def model_of(step):
+    return memory_of(step, jnp.ones((SIDE, SIDE)), jnp.ones((4, 1, SIDE)))
 
 
 def choices_of(memory, *, kept, read):
@@ -63,7 +49,7 @@ def choices_of(memory, *, kept, read):
     ids=["whole", "split", "gathered", "cut out"],
 )
 def test_an_input_counts_once_as_it_is_read_or_as_it_is_kept_whichever_is_more(step, kept, read, counted):
-    memory = memory_of(step)
+    memory = model_of(step)
     choice = choices_of(memory, kept=kept, read=read)
     used = max(row.used(choice) for row in memory.rows(choice))
     assert counted <= used < counted + SMALL
@@ -72,6 +58,6 @@ def test_an_input_counts_once_as_it_is_read_or_as_it_is_kept_whichever_is_more(s
 
 @pytest.mark.parametrize("step", [in_a_loop, twice])
 def test_copies_are_not_there_in_the_least_that_a_step_needs(step):
-    memory = memory_of(step)
+    memory = model_of(step)
     assert PART <= memory.least()[0] < PART + SMALL
     assert sum(memory.evenly_divided_parts()) < PART + SMALL
