@@ -60,6 +60,8 @@ class Device:
         memory_bytes_per_s: Peak bandwidth of the memory.
         matrix_efficiency: For each format, the part of peak that matrix products reach.
         memory_efficiency: The part of the bandwidth that large copies reach.
+        kernel_efficiency: The part of that which fused kernels reach, of pointwise work and reductions, by the bytes that plans
+            count; 1 if not stated.
         reserved_bytes: Memory that the driver and the libraries keep.
         launch_s: Seconds that each operation costs before it starts.
         convolution_efficiency: That of convolutions as matrix products, in formats where it differs from `matrix_efficiency`.
@@ -87,6 +89,7 @@ class Device:
     memory_bytes_per_s: float
     matrix_efficiency: Mapping[str, MatrixEfficiency] = dataclasses.field(default_factory=dict)
     memory_efficiency: float = 1.0
+    kernel_efficiency: float = 1.0
     reserved_bytes: float = 0.0
     launch_s: float = 0.0
     convolution_efficiency: Mapping[str, MatrixEfficiency] = dataclasses.field(default_factory=dict)
@@ -166,6 +169,11 @@ class Device:
         """Memory bytes/s that large copies reach, reads and writes together."""
         return self.memory_bytes_per_s * self.memory_efficiency
 
+    @property
+    def kernel_bytes_per_s(self) -> float:
+        """Memory bytes/s that fused kernels reach, by the bytes that plans count."""
+        return self.sustained_bytes_per_s * self.kernel_efficiency
+
 
 def slowest_device(devices: Sequence[Device]) -> Device:
     """The device that lockstep among `devices` amounts to: the worst of each figure, in the formats that all of them list."""
@@ -174,6 +182,7 @@ def slowest_device(devices: Sequence[Device]) -> Device:
     weakest = {dtype: min(devices, key=lambda d: d.flops_per_s_of(dtype)) for dtype in formats}
     tightest = min(devices, key=lambda d: d.memory_bytes - d.reserved_bytes)
     narrowest = min(devices, key=lambda d: d.sustained_bytes_per_s)
+    kernels = min(device.kernel_bytes_per_s for device in devices)
     return Device(
         name=" + ".join(device.name for device in devices),
         peak_flops_per_s={dtype: device.peak_of(dtype) for dtype, device in weakest.items()},
@@ -181,6 +190,7 @@ def slowest_device(devices: Sequence[Device]) -> Device:
         memory_bytes_per_s=narrowest.memory_bytes_per_s,
         matrix_efficiency={dtype: device.efficiency_of(dtype) for dtype, device in weakest.items()},
         memory_efficiency=narrowest.memory_efficiency,
+        kernel_efficiency=kernels / narrowest.sustained_bytes_per_s,
         reserved_bytes=tightest.reserved_bytes,
         launch_s=max(device.launch_s for device in devices),
         convolution_efficiency={dtype: device.convolution_efficiency_of(dtype) for dtype, device in weakest.items()},
@@ -217,11 +227,13 @@ def fastest_device(devices: Sequence[Device]) -> Device:
     products = {dtype: rate(dtype, Device.efficiency_of) for dtype in formats}
     convolutions = {dtype: rate(dtype, Device.convolution_efficiency_of) for dtype in formats}
     peaks = {dtype: max(products[dtype][0], convolutions[dtype][0]) for dtype in formats}
+    bandwidth = max(device.sustained_bytes_per_s for device in devices)
     return Device(
         name=" or ".join(device.name for device in devices),
         peak_flops_per_s=peaks,
         memory_bytes=roomiest.memory_bytes,
-        memory_bytes_per_s=max(device.sustained_bytes_per_s for device in devices),
+        memory_bytes_per_s=bandwidth,
+        kernel_efficiency=max(device.kernel_bytes_per_s for device in devices) / bandwidth,
         matrix_efficiency={d: dataclasses.replace(one, best=best / peaks[d]) for d, (best, one) in products.items()},
         reserved_bytes=roomiest.reserved_bytes,
         launch_s=min(device.launch_s for device in devices),

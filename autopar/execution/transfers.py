@@ -7,11 +7,12 @@ What can go wrong: the processes of a transfer prepare for different arrays; if 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, Sharding
 
 from autopar.runtime.processes import are_here
 from autopar.runtime.resharding.reshard import Resharder, Sent, reshard
@@ -45,10 +46,16 @@ def arrays_of(group: Group) -> Sequence[jax.Array]:
 
 def in_sharding(array: jax.Array, sharding: NamedSharding) -> jax.Array:
     """Move an array to the sharding that an executable wants. Shardings may differ between stages on one mesh."""
-    if array.sharding.is_equivalent_to(sharding, array.ndim):
+    if _are_equivalent(array.sharding, sharding, array.ndim):
         return array
     moved: jax.Array = jax.device_put(array, sharding) if are_here(sharding.device_set) else reshard(array, sharding)
     return moved
+
+
+@functools.lru_cache(maxsize=4096)
+def _are_equivalent(one: Sharding, other: Sharding, ndim: int) -> bool:
+    """Say whether two shardings place an array alike. It is asked for each array that a task reads, in every step."""
+    return one.is_equivalent_to(other, ndim)
 
 
 class Transfers:

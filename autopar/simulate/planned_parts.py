@@ -14,6 +14,7 @@ import dataclasses
 import functools
 from collections.abc import Hashable, Iterable, Sequence
 
+from autopar.cost_model.device import Device
 from autopar.cost_model.machine import Cluster
 from autopar.errors import AutoparError
 from autopar.forked_jobs import run_side_by_side
@@ -109,13 +110,14 @@ class PartPlanner:
         if part.kind in _CLOSED:
             return closed
         cluster = _machine_of(cluster, part)
+        device = cluster.device
         planned = self.plan(cluster, _as_priced(part, job), job)
         convolutions = _as_convolutions(cluster, part, job)
         whole = (*closed.forward, *closed.recomputed, *closed.backward)
         share = _flops(closed.forward) / _flops(whole) if _flops(whole) else 0.5
         # What the planner prices is a loop's; a training step keeps the sustained part of it.
-        convolutions /= cluster.device.sustained.get(DTYPES[job.precision], 1.0)
-        seconds = self._seconds(planned.work, convolutions)
+        convolutions /= device.sustained.get(DTYPES[job.precision], 1.0)
+        seconds = self._seconds(planned.work, convolutions, device)
         exchanges = tuple(exchange for exchange, count in planned.exchanges for _ in range(count))
         forward: tuple[Operation, ...] = (Timed(seconds * share),)
         backward: tuple[Operation, ...] = (Timed(seconds * (1 - share)), *exchanges)
@@ -129,7 +131,7 @@ class PartPlanner:
             forward, backward = (*forward, *ahead * times), (*backward, *behind * times)
             again = ahead * times if part.split.recompute == "full" else ()
         elif selective:
-            again = (Timed(self._seconds(planned.scores, convolutions)),)
+            again = (Timed(self._seconds(planned.scores, convolutions, device)),)
         work = dataclasses.replace(closed, forward=forward, backward=backward, recomputed=again)
         if part.kind in _ENDS:
             return work
@@ -137,8 +139,9 @@ class PartPlanner:
         kept, transient = planned.kept_bytes + scores[0], planned.again_bytes + scores[1]
         return dataclasses.replace(work, kept_bytes=kept, transient_bytes=transient)
 
-    def _seconds(self, found: Seconds, convolutions: float) -> float:
-        return found.contraction_s * convolutions / self.reached.matrix + found.other_s / self.reached.memory
+    def _seconds(self, found: Seconds, convolutions: float, device: Device) -> float:
+        kernels_s = found.other_s * device.kernel_efficiency / self.reached.memory
+        return found.contraction_s * convolutions / self.reached.matrix + kernels_s
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

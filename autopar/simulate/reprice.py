@@ -182,7 +182,7 @@ def _main_dtype(plan: Plan) -> str:
 
 def _compute_scale(before: Cluster, after: Cluster, dtype: str) -> tuple[float, str]:
     arithmetic = before.device.flops_per_s_of(dtype) / after.device.flops_per_s_of(dtype)
-    memory = before.device.sustained_bytes_per_s / after.device.sustained_bytes_per_s
+    memory = before.device.kernel_bytes_per_s / after.device.kernel_bytes_per_s
     return (arithmetic, "FLOP/s") if arithmetic >= memory else (memory, "memory bandwidth")
 
 

@@ -109,6 +109,7 @@ def _fit_device(samples: Samples, known: Device, devices: MeasuredDevices, error
         launch_s=launch_s,
         fuses=known.fuses,
         thread_blocks=known.thread_blocks,
+        kernel_efficiency=known.kernel_efficiency,
     )
 
 

@@ -308,7 +308,7 @@ class Catalogue:
         device = self.cluster.device
         if entry.between is None or not device.fuses:
             return 0.0
-        return entry.between(eqn) / strategy.ways / device.sustained_bytes_per_s
+        return entry.between(eqn) / strategy.ways / device.kernel_bytes_per_s
 
     def _kernel_s(self, eqn: Equation, entry: PrimitiveRule, strategy: ShardingStrategy, traffic: Traffic) -> float:
         """Seconds of an equation's part of a kernel, which moves bytes and draws bits; of equals the least work is best."""
@@ -319,7 +319,7 @@ class Catalogue:
         computed = 0.0 if entry.free else self.rules.tuning.tie * self._out_bytes(eqn, strategy)
         device = self.cluster.device
         drawn_s = device.random_s_per_byte * self._out_bytes(eqn, strategy) if entry.random else 0.0
-        moved_s = (sum(made) + sum(read) + computed) / device.sustained_bytes_per_s
+        moved_s = (sum(made) + sum(read) + computed) / device.kernel_bytes_per_s
         return moved_s + drawn_s + traffic.kernels * device.launch_s
 
     def _reordered_bytes(self, eqn: Equation, strategy: ShardingStrategy) -> int:

@@ -36,7 +36,8 @@ class InTraining:
 FITTED = InTraining(matrix=0.94)
 FITTED_PLANS = InTraining(matrix=0.94, memory=0.75)
 """The same where a planner's plans say what the parts of a step do. Its kernels merge more than those of the frameworks, so they
-move fewer bytes: `memory` is what makes both ways agree in the mean over a grid of plans (test_plans_and_closed_forms)."""
+move fewer bytes: `memory` is what makes both ways agree in the mean over a grid of plans (test_plans_and_closed_forms). A device
+whose plans know it already, by its `kernel_efficiency`, pays the rest."""
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp8": "bfloat16"}
 """The format of products in each precision; under fp8 of those that are not `narrow`."""
 NARROW = "float8"
