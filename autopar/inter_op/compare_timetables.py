@@ -35,12 +35,30 @@ from autopar.stages.time_loops import make_divided_loop
 
 
 def plan_best_pipeline(
-    traced: TracedStep, wishes: PipelineWishes, request: PlanRequest, *, devices: int, tuning: Tuning = TUNING
+    traced: TracedStep,
+    wishes: PipelineWishes,
+    request: PlanRequest,
+    *,
+    devices: int,
+    seeks_room: bool = True,
+    tuning: Tuning = TUNING,
 ) -> PlannedPipeline:
-    """The best plan of a pipeline on these devices. Raises ArgumentError, ConstraintError, OutOfMemoryError and others."""
+    """The best plan of a pipeline on these devices. Raises ArgumentError, ConstraintError, OutOfMemoryError and others.
+
+    `seeks_room`: where the usual number of microbatches does not fit, larger ones are tried.
+    """
     started = time.perf_counter()
     tables = [t for t in wishes.timetables(traced, wishes.num_stages, tuning) if _is_possible(t, wishes)]
-    comparison = _Comparison(traced, wishes, request, devices=devices, tables=tables, tuning=tuning)
+    more = wishes.larger_timetables(traced, tables, tuning) if seeks_room else ()
+    comparison = _Comparison(
+        traced,
+        wishes,
+        request,
+        devices=devices,
+        tables=tables,
+        larger=[t for t in (*tables, *more) if _is_possible(t, wishes)] if seeks_room else [],
+        tuning=tuning,
+    )
     try:
         best = comparison.run()
     except UnsupportedProgramError as error:
@@ -48,7 +66,7 @@ def plan_best_pipeline(
             raise
         warn(f"the stages run with one microbatch, one after the other: {error}")
         uncut = dataclasses.replace(wishes, num_microbatches=1)
-        return plan_best_pipeline(traced, uncut, request, devices=devices, tuning=tuning)
+        return plan_best_pipeline(traced, uncut, request, devices=devices, seeks_room=seeks_room, tuning=tuning)
     if wishes.following is None:
         cut, split = best.staged.cut, best.staged.split
         warn_of_indivisible_work(forward_chain(cut.loop), cut.num_stages, divided=any(split.cuts))
@@ -63,7 +81,10 @@ def _is_possible(timetable: Timetable, wishes: PipelineWishes) -> bool:
 
 
 class _Comparison:
-    """What is planned and what is not, of timetables in order of preference."""
+    """What is planned and what is not, of timetables in order of preference.
+
+    `larger`: those that are tried where the first of `tables` does not fit, as far as they have more microbatches.
+    """
 
     def __init__(
         self,
@@ -73,10 +94,18 @@ class _Comparison:
         *,
         devices: int,
         tables: Sequence[Timetable],
+        larger: Sequence[Timetable],
         tuning: Tuning,
     ) -> None:
         self._traced, self._wishes, self._request = traced, wishes, request
         self._devices, self._tables, self._tuning = devices, tuple(tables), tuning
+        first = tables[0]
+        self._larger = sorted(
+            t
+            for t in larger
+            if (t.schedule, t.virtual_stages) == (first.schedule, first.virtual_stages)
+            and t.microbatches > first.microbatches
+        )
         self._planned: dict[Timetable, PlannedPipeline] = {}
         self._failed: dict[Timetable, Exception] = {}
 
@@ -94,18 +123,25 @@ class _Comparison:
         return dataclasses.replace(best, plan=plan)
 
     def _plan_one_that_fits(self) -> None:
-        """Plan the first timetable; if the memory is too small, the next one with more microbatches, which need less."""
-        first = self._tables[0]
-        larger = sorted(
-            t for t in self._tables if (t.schedule, t.virtual_stages) == (first.schedule, first.virtual_stages)
-        )
-        for timetable in (first, *(t for t in larger if t.microbatches > first.microbatches)):
+        """Plan the first timetable; if the memory is too small, one with more microbatches, which need less."""
+        first, fewest = self._tables[0], 0.0
+        for timetable in (first, *self._larger):
+            if timetable.microbatches < fewest:
+                continue
             self._plan(timetable)
             if self._planned:
+                self._tables = tuple(dict.fromkeys((*self._tables, *self._planned)))
                 return
-            if not isinstance(self._failed[timetable], OutOfMemoryError | ConstraintError):
+            error = self._failed[timetable]
+            if not isinstance(error, OutOfMemoryError | ConstraintError) or self._request.budget.is_over:
                 break
+            fewest = timetable.microbatches * self._tuning.roomier * self._excess(error)
         raise self._failed[first]
+
+    def _excess(self, error: OutOfMemoryError | ConstraintError) -> float:
+        """How many times the memory was needed, at least 1. Not all of it shrinks as microbatches grow in number."""
+        needed, limit = getattr(error, "needed_bytes", None), self._request.memory_limit_bytes
+        return max(1.0, needed / limit) if needed and limit else 1.0
 
     def _plan(self, timetable: Timetable) -> None:
         """Plan the stages, and what they take in other schedules."""

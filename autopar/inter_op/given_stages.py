@@ -1,7 +1,8 @@
 """A pipeline on a given number of meshes: stages of equal work on equal meshes, or what the search over layers finds.
 
-In: a traced step, what the user fixed, the machine. Out: the faster `PlannedPipeline` of the two. Equal stages are planned first.
-Across nodes the search, which also divides work and devices unequally, is always asked for as many stages; on one node where it
+In: a traced step, what the user fixed, the machine. Out: the faster `PlannedPipeline` of the two. Equal stages are planned first;
+where they do not fit the memory in the usual number of microbatches, the search is asked next, which knows what layers need in any
+other. Across nodes the search, which also divides work and devices unequally, is always asked for as many stages; on one node where it
 may pay: as for stages at all, by a bound on the gain,
 
     gain <= T - sum of the stages' compute x their devices / all devices x (1 + (n - 1) / 3m)
@@ -32,8 +33,14 @@ def plan_given_stages(
     traced: TracedStep, wishes: PipelineWishes, request: PlanRequest, *, devices: int, tuning: Tuning = TUNING
 ) -> PlannedPipeline:
     """The best pipeline of `wishes.num_stages` meshes. Raises what `plan_best_pipeline` raises."""
-    equal = plan_best_pipeline(traced, wishes, request, devices=devices, tuning=tuning)
-    if wishes.stage_meshes is not None or wishes.following is not None:
+    are_fixed = wishes.stage_meshes is not None or wishes.following is not None
+    try:
+        equal = plan_best_pipeline(traced, wishes, request, devices=devices, seeks_room=are_fixed, tuning=tuning)
+    except (ConstraintError, OutOfMemoryError):
+        if are_fixed or request.budget.is_over:
+            raise
+        return _plan_what_fits(traced, wishes, request, devices=devices, tuning=tuning)
+    if are_fixed:
         return equal
     nodes, _ = machine_shape(request.cluster, devices)
     if nodes == 1 and not _may_gain(equal.plan, devices, sum(1 for _ in traced.program.walk()), tuning):
@@ -59,6 +66,19 @@ def plan_given_stages(
     plan = found.pipeline.plan
     seconds = equal.plan.planning_s + plan.planning_s
     return dataclasses.replace(found.pipeline, plan=dataclasses.replace(plan, planning_s=seconds))
+
+
+def _plan_what_fits(
+    traced: TracedStep, wishes: PipelineWishes, request: PlanRequest, *, devices: int, tuning: Tuning
+) -> PlannedPipeline:
+    """The pipeline that the search finds, where equal stages do not fit; else equal stages in more microbatches."""
+    try:
+        found = search_pipeline(traced, wishes, request, devices=devices, num_stages=wishes.num_stages, tuning=tuning)
+    except (ConstraintError, OutOfMemoryError, UnsupportedProgramError, LateError):
+        found = None
+    if found is None or isinstance(found, OneStage):
+        return plan_best_pipeline(traced, wishes, request, devices=devices, tuning=tuning)
+    return found.pipeline
 
 
 def _tell_what_is_left(equal: PlannedPipeline) -> PlannedPipeline:

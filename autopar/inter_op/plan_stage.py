@@ -106,8 +106,12 @@ class StagePlanning:
             except OutOfMemoryError as error:
                 if stage is not None:
                     break
+                beside = 0 if limit is None or room is None else limit - room
                 raise OutOfMemoryError(
-                    f"stage {program.stage} of {program.cut.num_stages}, with {count} microbatches in flight: {error}"
+                    f"stage {program.stage} of {program.cut.num_stages}, with {count} microbatches in flight: {error}",
+                    needed_bytes=None if error.needed_bytes is None else error.needed_bytes + beside,
+                    tensors=error.tensors,
+                    is_settled=error.is_settled,
                 ) from None
             if limit is None or stage.peak_bytes <= limit:
                 return PlannedWithin(stage, room)
@@ -121,7 +125,8 @@ class StagePlanning:
         raise OutOfMemoryError(
             f"stage {program.stage} of {program.cut.num_stages} needs {stage.peak_bytes:,} bytes per device, the limit is "
             f"{limit:,}{part}: {count} microbatches in flight keep {stage.memory.each_text(self.in_flight)}. Use more "
-            f"microbatches, fewer stages{others}."
+            f"microbatches, fewer stages{others}.",
+            needed_bytes=stage.peak_bytes,
         )
 
     def _plan_within(self, job: StageJob, room: int | None) -> StagedStage:

@@ -54,6 +54,9 @@ class Tuning:
     most_counts: int = 7
     """If more numbers of microbatches than this are possible, this many are compared, evenly spaced. Most are only estimated.
     `tests/inter_op/test_search.py` compares the result with a search of each timetable alone."""
+    roomier: float = 2.0
+    """Where given stages do not fit the memory, so many times as many microbatches are tried next as would do if all that a stage
+    needs were divided by them. A failure takes as long as a plan: GPT-2.6B in 2 stages of 2 V100s took three, and the clock."""
     worth: float = 0.03
     """Relative gain that an estimate must promise before a timetable is planned. Sums of layers are up to 3 % off
     (`benchmarks/layer_sums.py`), so a smaller gain may be none."""

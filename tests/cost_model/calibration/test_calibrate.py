@@ -103,7 +103,7 @@ def test_the_fit_finds_the_device_that_made_the_measurements(found):
 GPU = dataclasses.replace(
     preset("dgx-h100").device,
     peak_flops_per_s={"bfloat16": 1e15, "float32": 1e15},
-    matrix_efficiency={"bfloat16": MatrixEfficiency(1.0, (302.0, 302.0, 302.0))},
+    matrix_efficiency={"bfloat16": MatrixEfficiency(1.0, preset("dgx-h100").device.efficiency_of("bfloat16").half)},
     memory_bytes_per_s=3e12,
     memory_efficiency=1.0,
     launch_s=1e-6,
@@ -128,7 +128,7 @@ def test_few_samples_of_a_gpu_tell_its_peak_and_its_bandwidth(sizes):
     device = fit_cluster(samples, preset("dgx-h100"), MeasuredDevices("a GPU", 1, 8e10), name="mine").cluster.device
     assert (device.fuses, device.thread_blocks) == (True, preset("dgx-h100").device.thread_blocks)
     assert device.peak_of("bfloat16") == pytest.approx(1e15, rel=1e-6)
-    assert device.efficiency_of("bfloat16").half == (302, 302, 302)
+    assert device.efficiency_of("bfloat16").half == (64, 64, 100)
     assert device.sustained_bytes_per_s == pytest.approx(3e12, rel=1e-6)
 
 
