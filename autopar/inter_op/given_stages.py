@@ -1,9 +1,9 @@
 """A pipeline on a given number of meshes: stages of equal work on equal meshes, or what the search over layers finds.
 
 In: a traced step, what the user fixed, the machine. Out: the faster `PlannedPipeline` of the two. Equal stages are planned first;
-where they do not fit the memory in the usual number of microbatches, the search is asked next, which knows what layers need in any
-other. Across nodes the search, which also divides work and devices unequally, is always asked for as many stages; on one node where it
-may pay: as for stages at all, by a bound on the gain,
+where they do not fit the memory in the usual number of microbatches, the search is asked next, which knows what layers need in
+others. Across nodes the search, which also divides work and devices unequally, is always asked for as many stages; on one node
+where it may pay: as for stages at all, by a bound on the gain,
 
     gain <= T - sum of the stages' compute x their devices / all devices x (1 + (n - 1) / 3m)
 

@@ -21,6 +21,9 @@ from autopar.solver.presolve import Reduced, find_order, reduce_costs
 from autopar.solver.problem import ChoiceProblem, Costs
 from autopar.solver.search import Found, search
 
+ROW_TOLERANCE = 2e-6
+"""HiGHS keeps a row to a millionth of its scale, which is at most about the limit."""
+
 
 def choose_within_memory(
     problem: ChoiceProblem, free: Chosen, tried: Sequence[Numbers]
@@ -207,8 +210,10 @@ def _solve_directly(
         if (used <= limit).all():
             return _extend(problem, reduced, solved)
         more = np.union1d(active, find_peaks(used, limit))
-        if len(more) == len(active):
-            row_limit -= 2 * float(used[active].max() - limit)  # a row that HiGHS keeps up to its tolerance
+        if len(more) == len(
+            active
+        ):  # a row that HiGHS keeps up to its tolerance, which may be more than what is too much
+            row_limit -= max(2 * float(used[active].max() - limit), ROW_TOLERANCE * limit)
         active = more
     return Unfinished()
 

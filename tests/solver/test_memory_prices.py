@@ -122,3 +122,23 @@ def test_prices_that_were_searched_to_the_optimum_are_not_searched_again(monkeyp
         found = choose_of(costs, {}, rows=[row], limit_bytes=0.5 * row.used([0] * 12), tuning=Tuning(tiny_pairs=-1))
         assert isinstance(found, Chosen)
         assert all(tried) == (gap == 0)
+
+
+def test_a_byte_too_much_of_many_costs_one_more_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HiGHS keeps a row to a millionth of its scale, so the limit falls by as much, and not by twice a byte each time."""
+    programs = []
+    solve_integer_program = within_memory.solve_integer_program
+
+    def noting(*args: Any, **options: Any) -> object:
+        programs.append(options)
+        return solve_integer_program(*args, **options)
+
+    monkeypatch.setattr(within_memory, "solve_integer_program", noting)
+    costs = [np.array([1.0, 2.0, 5.0]) for _ in range(4)]
+    row = MemoryRow("all", {v: np.array([4e9, 3.9e9, 1e9]) for v in range(4)}, 0.0)
+    problem = ChoiceProblem(costs=Costs.of(costs, {}), rows=[row], limit_bytes=16e9 - 1)
+    found = mix_choices(problem, [(0,) * 4, (1,) * 4, (2,) * 4])
+    assert isinstance(found, Chosen)
+    assert row.used(found.numbers) <= 16e9 - 1
+    assert found.seconds == 5.0
+    assert len(programs) <= 2
