@@ -333,7 +333,7 @@ class MeshComparison:
         """See `at_least_s`, which may be known, and `least_s` of `SharedSearch`: what bounds every step bounds the objective."""
         if self.shared.first is self.traced:
             least_s = search.least_s()
-            return max(at_least_s, least_s), least_s
+            return max(at_least_s, least_s - self._call_s()), least_s
         if not at_least_s:
             self.request.budget.require_time()
             at_least_s = search.at_least_s
@@ -356,7 +356,7 @@ class MeshComparison:
         shared.evenly_divided_s = shared.evenly_divided_s or looked.evenly_divided_s
         at_least_s = looked.at_least_s
         if isinstance(looked.outcome, PlannedStep | PackedStep):  # the objective that is bounded may exceed its step
-            at_least_s = min(at_least_s, looked.outcome.plan.step_s)
+            at_least_s = min(at_least_s, looked.outcome.plan.step_s - self._call_s())
         shared.at_least_s.setdefault(mesh, at_least_s)
         shared.least_s.setdefault(mesh, looked.least_s)
         shared.excess = min(shared.excess, looked.excess or math.inf)

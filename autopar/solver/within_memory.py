@@ -210,9 +210,8 @@ def _solve_directly(
         if (used <= limit).all():
             return _extend(problem, reduced, solved)
         more = np.union1d(active, find_peaks(used, limit))
-        if len(more) == len(
-            active
-        ):  # a row that HiGHS keeps up to its tolerance, which may be more than what is too much
+        if len(more) == len(active):
+            # HiGHS keeps a row up to its tolerance, which may be more than what is too much.
             row_limit -= max(2 * float(used[active].max() - limit), ROW_TOLERANCE * limit)
         active = more
     return Unfinished()

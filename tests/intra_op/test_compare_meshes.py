@@ -48,6 +48,19 @@ def test_meshes_are_left_by_the_same_bounds_where_every_step_takes_long_to_be_ca
     assert with_call == pytest.approx({shape: bound_s + call_s for shape, bound_s in bounds.items()})
 
 
+@pytest.mark.parametrize(("width", "batch"), [(64, 512), (512, 512)])
+def test_of_the_first_way_bounds_have_the_call_once_too(width, batch):
+    step, request = question(width, batch)
+    slow = dataclasses.replace(request.cluster, call_s=1.0)
+    plan, called = (
+        plan_way(step, dataclasses.replace(request, cluster=cluster), SharedSearch()).plan
+        for cluster in (request.cluster, slow)
+    )
+    bounds, with_call = ({c.mesh_shape: c.at_least_s for c in p.candidates if c.step_s is None} for p in (plan, called))
+    assert bounds
+    assert with_call == pytest.approx({shape: bound_s + 1.0 for shape, bound_s in bounds.items()})
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("width", "batch"), [(16, 4096), (64, 512), (512, 8), (512, 512)])
 def test_no_mesh_that_is_left_would_have_won(width, batch):
