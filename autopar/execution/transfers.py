@@ -14,6 +14,7 @@ from typing import TypeAlias
 import jax
 from jax.sharding import NamedSharding, Sharding
 
+from autopar.compat import words_of
 from autopar.runtime.processes import are_here
 from autopar.runtime.resharding.reshard import Resharder, Sent, reshard
 from autopar.runtime.resharding.routes import Move
@@ -46,7 +47,8 @@ def arrays_of(group: Group) -> Sequence[jax.Array]:
 
 def in_sharding(array: jax.Array, sharding: NamedSharding) -> jax.Array:
     """Move an array to the sharding that an executable wants. Shardings may differ between stages on one mesh."""
-    if _are_equivalent(array.sharding, sharding, array.ndim):
+    lies_in = words_of(array)
+    if _are_equivalent(lies_in.sharding, sharding, lies_in.ndim):
         return array
     moved: jax.Array = jax.device_put(array, sharding) if are_here(sharding.device_set) else reshard(array, sharding)
     return moved

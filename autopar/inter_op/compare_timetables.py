@@ -207,29 +207,30 @@ class _Comparison:
         count, chunks, meshes = timetable.microbatches, timetable.virtual_stages, self._wishes.num_stages
         like = min({t.virtual_stages for t in self._planned}, key=lambda v: abs(v - chunks))
         known = self._plans_with(like)
-        seconds = seconds_at({m: task_seconds(plan) for m, plan in known.items()}, count, share=self._share())
-        nearest = known[min(known, key=lambda m: abs(math.log(m / count)))]
+        seconds = seconds_at({m: task_seconds(one) for m, one in known.items()}, count, share=self._share())
+        nearest = known[min(known, key=lambda m: abs(math.log(m / count)))].plan
         may_do_without = self._wishes.recompute == "auto" and count > nearest.num_microbatches
         if nearest.recompute and not may_do_without:
-            again = np.array([[0.0, share] for share in nearest.recomputed_shares])
+            again = np.array([[0.0, share, 0.0] for share in nearest.recomputed_shares])
             seconds = seconds + again * seconds[:, :1]
         if chunks != like:
-            seconds = np.tile(seconds.reshape(like, meshes, 2).sum(axis=0) / chunks, (chunks, 1))
+            seconds = np.tile(seconds.reshape(like, meshes, 3).sum(axis=0) / chunks, (chunks, 1))
         schedule = make_schedule(timetable.schedule, num_meshes=meshes, num_microbatches=count, virtual_stages=chunks)
-        each = [tuple(one) for one in seconds.tolist()]
+        splits = "weight_gradient" in schedule.kinds
+        each = [(forward_s, backward_s + splits * split_s) for forward_s, backward_s, split_s in seconds.tolist()]
         sent = _transfers_at(nearest, count, stages=meshes * chunks)
         once_s = once_a_step_s([stage.once_s for stage in nearest.stages], nearest.transfers)
         return time_stages(schedule, each).makespan_s + find_exposed_s(schedule, each, sent) + once_s
 
-    def _plans_with(self, virtual_stages: int) -> dict[int, PipelinePlan]:
+    def _plans_with(self, virtual_stages: int) -> dict[int, PlannedPipeline]:
         """The plans with this number of virtual stages, by the number of microbatches."""
-        return {t.microbatches: one.plan for t, one in self._planned.items() if t.virtual_stages == virtual_stages}
+        return {t.microbatches: one for t, one in self._planned.items() if t.virtual_stages == virtual_stages}
 
     def _share(self) -> float:
         """The part of a stage's seconds that is latency, if several numbers of microbatches are planned; else 0."""
         for like in {t.virtual_stages for t in self._planned}:
             known = self._plans_with(like)
-            share = latency_share({m: task_seconds(plan).sum() for m, plan in known.items()}, next(iter(known)))
+            share = latency_share({m: task_seconds(one).sum() for m, one in known.items()}, next(iter(known)))
             if share is not None:
                 return float(share)
         return 0.0
@@ -251,7 +252,11 @@ def _transfers_at(plan: PipelinePlan, count: int, *, stages: int) -> list[Transf
     return found
 
 
-def task_seconds(plan: PipelinePlan) -> np.ndarray:
-    """Seconds per microbatch of (stage, forward or backward), without the forward work that backward does again."""
-    pairs = zip(plan.stages, plan.recomputed_shares, strict=True)
-    return np.array([[stage.forward_s, stage.backward_s - share * stage.forward_s] for stage, share in pairs])
+def task_seconds(planned: PlannedPipeline) -> np.ndarray:
+    """Seconds per microbatch, an array (stage, 3): forward, backward, what backward takes longer where it is split.
+
+    They leave out the forward work that backward does again.
+    """
+    stages, shares = planned.staged.stages, planned.plan.recomputed_shares
+    each = zip(stages, shares, strict=True)
+    return np.array([[one.forward_s, one.backward_s - share * one.forward_s, one.split_s] for one, share in each])

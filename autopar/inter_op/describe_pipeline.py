@@ -55,7 +55,7 @@ def describe_pipeline(traced: TracedStep, staged: Staged, schedule: Schedule, re
         for number, stage in enumerate(staged.stages)
     )
     transfers = _list_transfers(staged, stages, schedule, request)
-    seconds = [(stage.forward_s, stage.backward_s) for stage in staged.stages]
+    seconds = [stage.seconds_in(schedule) for stage in staged.stages]
     work = time_stages(schedule, seconds)
     once_s = once_a_step_s([stage.once_s for stage in staged.stages], transfers)
     plan = PipelinePlan(
@@ -105,6 +105,7 @@ def _describe_stage(
     share: float,
 ) -> StagePlan:
     cut = stage.program.cut
+    forward_s, backward_s = stage.seconds_in(in_flight.schedule)
     leaves = tuple(
         leaf.path
         for leaf, var in zip(cut.loop.traced.inputs, cut.loop.program.invars, strict=True)
@@ -115,8 +116,8 @@ def _describe_stage(
         mesh=mesh,
         first_device=first_device,
         leaves=leaves,
-        forward_s=stage.forward_s,
-        backward_s=stage.backward_s,
+        forward_s=forward_s,
+        backward_s=backward_s,
         once_s=stage.once_s,
         microbatches_in_flight=in_flight.microbatches[number],
         peak_bytes=memory.peak_bytes,

@@ -24,6 +24,7 @@ from autopar.plan import Plan
 from autopar.program.program import Equation
 from autopar.program.step import TracedStep
 from autopar.program.task_name import TaskName
+from autopar.schedules.tasks import Schedule
 from autopar.stages.segments import StageCut
 from autopar.stages.split_scans import SplitStep
 from autopar.stages.tasks.stage_memory import StageMemory, stage_memory
@@ -34,6 +35,7 @@ from autopar.stages.tasks.stage_program import StageProgram
 class StagedStage:
     """A planned stage. Seconds are per microbatch for forward and backward, per step for the rest.
 
+    `split_s`: what backward takes longer as two tasks, input gradients and weight gradients, each with a call of its own.
     `peak_bytes`: what it is taken to need of its mesh with as many microbatches in flight as there are, or with one.
     `assign`: makes the assignment that the plan describes, when it is first asked for. Only what runs the stage asks.
     `node_kind`: the name of its kind of node in a mixed cluster.
@@ -44,10 +46,15 @@ class StagedStage:
     assign: Callable[[], Assignment]
     forward_s: float
     backward_s: float
+    split_s: float
     once_s: float
     memory: StageMemory
     peak_bytes: int
     node_kind: str = ""
+
+    def seconds_in(self, schedule: Schedule) -> tuple[float, float]:
+        """Its (forward, backward) in a schedule, which may split backward."""
+        return self.forward_s, self.backward_s + (self.split_s if "weight_gradient" in schedule.kinds else 0.0)
 
     @functools.cached_property
     def assignment(self) -> Assignment:
@@ -85,8 +92,7 @@ def price_stage(
 ) -> StagedStage:
     """What a planned stage takes: the seconds of its tasks, its memory with one microbatch in flight.
 
-    Each task is a call of a compiled program, with the arrays that its segment reads and writes. A backward that a schedule
-    splits is counted as one.
+    Each task is a call of a compiled program, with the arrays that its segment reads and writes.
     """
     seconds = task_seconds(program.step, assignment, cluster.overlap)
     m = program.cut.loop.plan.microbatches
@@ -94,6 +100,8 @@ def price_stage(
     backward_s = sum(s for task, s in seconds.items() if task is not None and task.kind == "backward") / m
     once_s = sum(seconds.values()) - m * (forward_s + backward_s)
     arrays = arrays_of_calls(program)
+    halves = [arrays[kind] for kind in ("input_gradient", "weight_gradient") if kind in arrays]
+    halves_s = sum(cluster.called_s(backward_s / 2, each) for each in halves)
     forward_s, backward_s, once_s = (
         cluster.called_s(work_s, arrays[kind]) if kind in arrays else work_s
         for kind, work_s in (("forward", forward_s), ("backward", backward_s), ("update", once_s))
@@ -105,6 +113,7 @@ def price_stage(
         assign=lambda: assignment,
         forward_s=forward_s,
         backward_s=backward_s,
+        split_s=max(0.0, halves_s - backward_s),
         once_s=once_s,
         memory=memory,
         peak_bytes=memory.peak_bytes,
@@ -114,13 +123,22 @@ def price_stage(
 def arrays_of_calls(program: StageProgram) -> dict[str, float]:
     """For each kind of task of a stage, the arrays of its calls, counted as `Cluster.dispatch_s` does: one in and one out is one.
 
-    Reads are what other segments made and leaves; backward also takes and returns the gradients that it adds to.
+    Reads are what other segments made and leaves; backward also takes and returns the gradients that it adds to. Where it is
+    split, both halves read, the first sends what it made, and the second adds to the gradients.
     """
     found: dict[str, float] = {}
+
+    def count(kind: str, ends: int) -> None:
+        found[kind] = found.get(kind, 0.0) + ends / 2
+
     for segment in program.cut.of_stage(program.stage):
-        added = 2 * len(segment.results) if segment.name.kind == "backward" else len(segment.results)
-        ends = len(segment.reads) + len(segment.writes) + len(segment.outputs) + added
-        found[segment.name.kind] = found.get(segment.name.kind, 0.0) + ends / 2
+        read, made, results = len(segment.reads), len(segment.writes) + len(segment.outputs), len(segment.results)
+        if segment.name.kind == "backward":
+            count("backward", read + made + 2 * results)
+            count("input_gradient", read + made)
+            count("weight_gradient", read + 2 * results)
+        else:
+            count(segment.name.kind, read + made + results)
     return found
 
 

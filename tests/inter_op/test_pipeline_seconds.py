@@ -72,6 +72,20 @@ def test_each_task_of_a_stage_is_called_with_its_arrays(shares_host):
         assert predict_step_s(called) == pytest.approx(called.step_s, rel=1e-12)
 
 
+@pytest.mark.parametrize("shares_host", [True, False])
+def test_a_split_backward_is_called_twice(shares_host):
+    """Schedules are compared with the calls that each of them makes."""
+    free = machine(1)
+    whole, halves = (planned(**STAGES, schedule=name, cluster=free) for name in ("1f1b", "zb-h1"))
+    call_s = max(stage.backward_s for stage in whole.stages)
+    cluster = dataclasses.replace(free, call_s=call_s, shares_host=shares_host)
+    called = planned(**STAGES, schedule="zb-h1", cluster=cluster)
+    for alone, split, after in zip(whole.stages, halves.stages, called.stages, strict=True):
+        assert split.backward_s == alone.backward_s, "calls that take no time"
+        assert after.backward_s == pytest.approx(alone.backward_s + 2 * call_s if shares_host else 2 * call_s)
+    assert predict_step_s(called) == pytest.approx(called.step_s, rel=1e-12)
+
+
 def test_a_call_pays_for_the_arrays_that_come_and_go():
     """With a second for each array, a stage's seconds are numbers of arrays, weights among them."""
     cluster = dataclasses.replace(machine(1), call_s_per_array=1.0, shares_host=True)
