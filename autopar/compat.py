@@ -397,5 +397,4 @@ class Coordination(Protocol):
 
 def coordination() -> Coordination | None:
     """The coordination service; None unless `jax.distributed.initialize` was called."""
-    client: Coordination | None = private_distributed.global_state.client
-    return client
+    return cast(Coordination | None, private_distributed.global_state.client)
