@@ -3,8 +3,9 @@
 In: a `Plan` or a `PipelinePlan`, a cluster. Out: a `RepricedPlan`. Each collective is priced again from its kind, bytes and
 axes on the new cluster's links; memory does not change. A plan keeps no operations, only their total seconds, so compute is
 scaled by the ratio of the two devices' rates, taken as the slower of arithmetic and memory bandwidth: exact where the plan is
-bound by one of them on both, an upper bound of the new time otherwise. The stages of a pipeline are priced one by one, and its
-step changes as its schedule does, task by task. What can go wrong: a plan made for a cluster that has no preset.
+bound by one of them on both, an upper bound of the new time otherwise. The call of a step on one mesh is the new cluster's; those
+of stages are scaled with their work. The stages of a pipeline are priced one by one, and its step changes as its schedule does,
+task by task. What can go wrong: a plan made for a cluster that has no preset.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ def _one_mesh(plan: Plan, cluster: Cluster, before: Cluster) -> RepricedPlan:
     kinds = tuple(_of_kind(kind, plan, costs) for kind in dict.fromkeys(item.kind for item in plan.collectives))
     # What is local in a change of layout, a slice or a mask, counts as compute.
     planned_compute_s = plan.step_s + plan.hidden_s - sum(kind.planned_s for kind in kinds)
-    compute_s = planned_compute_s * scale
+    called = len(plan.inputs)
+    compute_s = (planned_compute_s - before.dispatch_s(called)) * scale + cluster.dispatch_s(called)
     hidden_s = sum(item.hidden_s for item in communication_of(plan, cluster, compute_s=compute_s))
     hidden_s += _hidden_within_s(plan, costs)
     return RepricedPlan(

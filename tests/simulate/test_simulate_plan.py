@@ -1,5 +1,6 @@
 """`simulate --plan`: a saved plan on other clusters, its overlap, and arguments that do not go together."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import autopar
 from autopar.__main__ import main
 from autopar.cost_model.hardware import preset
 from autopar.models import build
+from autopar.simulate.reprice import reprice
 from tests.run_tables import json_of
 
 
@@ -40,6 +42,16 @@ def test_a_plan_is_priced_on_another_cluster(plan_file, capsys):
             item["count"] * item["bytes"] for item in plan["collectives"] if item["kind"] == name
         )
         assert kind["seconds"] == pytest.approx(kind["planned_s"])
+
+
+def test_a_call_is_that_of_the_cluster(plan_file):
+    """A plan for virtual devices, whose calls take their time, and on another machine, whose host calls ahead."""
+    there, plan = preset("dgx-a100-80gb"), autopar.plan_from_json(plan_file.read_text(encoding="utf-8"))
+    called = dataclasses.replace(there, call_s=1.0, call_s_per_array=0.01)
+    call_s = called.dispatch_s(len(plan.inputs))
+    assert reprice(plan, called, planned_for=there).step_s == pytest.approx(plan.step_s + call_s)
+    slow = dataclasses.replace(plan, step_s=plan.step_s + call_s, compute_s=plan.compute_s + call_s)
+    assert reprice(slow, there, planned_for=called).step_s == pytest.approx(plan.step_s)
 
 
 @pytest.mark.sweep
