@@ -50,7 +50,7 @@ def test_a_call_is_that_of_the_cluster(plan_file):
     called = dataclasses.replace(there, call_s=1.0, call_s_per_array=0.01)
     call_s = called.dispatch_s(len(plan.inputs))
     assert reprice(plan, called, planned_for=there).step_s == pytest.approx(plan.step_s + call_s)
-    slow = dataclasses.replace(plan, step_s=plan.step_s + call_s)
+    slow = dataclasses.replace(plan, compute_s=plan.compute_s + call_s)
     assert reprice(slow, there, planned_for=called).step_s == pytest.approx(plan.step_s)
 
 
