@@ -87,6 +87,7 @@ class Shape:
             dtype=PRICED_AS.get(self.dtype, self.dtype),
             launched=True,
             sizes=self.elements,
+            convolves=self.window > 0,
         )
 
 

@@ -21,22 +21,25 @@ def roofline_s(
     dtype: str,
     launched: bool,
     sizes: tuple[float, float, float] | None = None,
+    convolves: bool = False,
     reordered_bytes: float = 0.0,
     random_bytes: float = 0.0,
 ) -> float:
     """max(flops / reached, bytes / bandwidth), plus the launch time of an operation that is not fused into another.
 
     `sizes`: elements of the left operand, the right operand and the result, of an operation that multiplies matrices or
-    convolves; its efficiency then depends on its shape, and operands may be padded. `reordered_bytes` of its operands are copied
-    first, in another order of dimensions; `random_bytes` of its result are drawn.
+    `convolves`; its efficiency then depends on its shape, and operands of a product may be padded. `reordered_bytes` of its
+    operands are copied first, in another order of dimensions; `random_bytes` of its result are drawn.
     """
     arithmetic_s, beside_s = flops / device.flops_per_s_of(dtype), 0.0
     if sizes is not None and flops > 0 and min(sizes) > 0:
         batch, m, n, k = product_shape(flops, *sizes)
-        if batch > 1 - ROUNDING:
+        if convolves:
+            arithmetic_s = flops / device.product_flops_per_s(dtype, m, batch * n, k, convolution=True)
+        elif batch > 1 - ROUNDING:
             arithmetic_s = flops / device.product_flops_per_s(dtype, m, n, k, batch=batch)
             beside_s = device.padding_s(dtype, m, n, k, batch=batch)
-        else:  # a convolution, whose operand has fewer elements than that of the product that it is
+        else:  # operands that have fewer elements than those of the product
             arithmetic_s = flops / (device.peak_of(dtype) * device.efficiency_of(dtype).of(m, n, k))
     memory_s = moved_bytes / device.sustained_bytes_per_s
     beside_s += reordered_bytes * device.reorder_s_per_byte + random_bytes * device.random_s_per_byte
@@ -47,8 +50,8 @@ def product_shape(flops: float, left: float, right: float, result: float) -> tup
     """(batch, m, n, k) of a batched matrix product from its flops and the elements of its operands and result.
 
     flops = 2 B m n k, left = B m k, right = B k n, result = B m n, hence B = left right result / (flops/2)^2,
-    m = (flops/2) / right, n = (flops/2) / left, k = (flops/2) / result. A convolution has the shape of the product that it is
-    lowered to, with its window in k.
+    m = (flops/2) / right, n = (flops/2) / left, k = (flops/2) / result. A convolution is a product whose left operand
+    has every element as often as windows cover it, and is given once: its m and k are as above, its n is B n.
     """
     products = flops / 2
     return left * right * result / products**2, products / right, products / left, products / result

@@ -20,6 +20,7 @@ class Work(enum.Enum):
     """What an operation's work consists of, by which it is priced.
 
     CONTRACTION: multiply-adds, many per element; the work must be divided.
+    CONVOLUTION: the same, over windows.
     POINTWISE:   arithmetic on each element by itself; a compiler does it inside of what reads the result.
     FREE:        none; the result is the operand under another name or shape, or follows from positions alone.
     MOVE:        elements change places.
@@ -30,6 +31,7 @@ class Work(enum.Enum):
     """
 
     CONTRACTION = "contraction"
+    CONVOLUTION = "convolution"
     POINTWISE = "pointwise"
     FREE = "free"
     MOVE = "move"
@@ -58,8 +60,13 @@ class PrimitiveRule:
 
     @property
     def heavy(self) -> bool:
-        """Whether it is a contraction, whose work must be divided."""
-        return self.work is Work.CONTRACTION
+        """Whether it is a contraction, over windows or not, whose work must be divided."""
+        return self.work is Work.CONTRACTION or self.convolves
+
+    @property
+    def convolves(self) -> bool:
+        """Whether it has kernels for windows."""
+        return self.work is Work.CONVOLUTION
 
     @property
     def random(self) -> bool:

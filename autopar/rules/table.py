@@ -98,7 +98,7 @@ RULES: Mapping[str, Row] = types.MappingProxyType(
         "constrain": Row(rule=pointwise.copy, work=Work.FREE),
         "conv_general_dilated": Row(
             rule=windows.conv,
-            work=Work.CONTRACTION,
+            work=Work.CONVOLUTION,
             local=windows.conv_local,
             flops=flops.of_conv,
             holes=flops.holes_of_conv,

@@ -112,12 +112,11 @@ class PartPlanner:
         cluster = _machine_of(cluster, part)
         device = cluster.device
         planned = self.plan(cluster, _as_priced(part, job), job)
-        convolutions = _as_convolutions(cluster, part, job)
         whole = (*closed.forward, *closed.recomputed, *closed.backward)
         share = _flops(closed.forward) / _flops(whole) if _flops(whole) else 0.5
         # What the planner prices is a loop's; a training step keeps the sustained part of it.
-        convolutions /= device.sustained.get(DTYPES[job.precision], 1.0)
-        seconds = self._seconds(planned.work, convolutions, device)
+        slower = 1 / device.sustained.get(DTYPES[job.precision], 1.0)
+        seconds = self._seconds(planned.work, slower, device)
         exchanges = tuple(exchange for exchange, count in planned.exchanges for _ in range(count))
         forward: tuple[Operation, ...] = (Timed(seconds * share),)
         backward: tuple[Operation, ...] = (Timed(seconds * (1 - share)), *exchanges)
@@ -131,7 +130,7 @@ class PartPlanner:
             forward, backward = (*forward, *ahead * times), (*backward, *behind * times)
             again = ahead * times if part.split.recompute == "full" else ()
         elif selective:
-            again = (Timed(self._seconds(planned.scores, convolutions, device)),)
+            again = (Timed(self._seconds(planned.scores, slower, device)),)
         work = dataclasses.replace(closed, forward=forward, backward=backward, recomputed=again)
         if part.kind in _ENDS:
             return work
@@ -139,9 +138,9 @@ class PartPlanner:
         kept, transient = planned.kept_bytes + scores[0], planned.again_bytes + scores[1]
         return dataclasses.replace(work, kept_bytes=kept, transient_bytes=transient)
 
-    def _seconds(self, found: Seconds, convolutions: float, device: Device) -> float:
+    def _seconds(self, found: Seconds, slower: float, device: Device) -> float:
         kernels_s = found.other_s * device.kernel_efficiency / self.reached.memory
-        return found.contraction_s * convolutions / self.reached.matrix + kernels_s
+        return found.contraction_s * slower / self.reached.matrix + kernels_s
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -231,14 +230,6 @@ def planned_prediction(planner: PartPlanner, cluster: Cluster, job: TrainingJob)
         return planner.predict(cluster, job), ""
     except (ValueError, AutoparError) as error:
         return None, str(error)
-
-
-def _as_convolutions(cluster: Cluster, part: Part, job: TrainingJob) -> float:
-    """How much longer convolutions take than the products as which the planner prices them."""
-    device, dtype = cluster.device, DTYPES[job.precision]
-    if isinstance(part.shape, TransformerShape):
-        return 1.0
-    return device.efficiency_of(dtype).best / device.convolution_efficiency_of(dtype).best
 
 
 def _flops(operations: Sequence[Operation]) -> float:

@@ -131,17 +131,22 @@ def test_rows_that_do_not_begin_at_16_bytes_are_padded_first():
 
 
 def test_a_convolution_is_not_cut_as_a_product():
-    """Its input has fewer elements than the operand of the product that it is lowered to."""
+    """It has kernels of its own; as many channels go in and come out, whichever of the three convolutions of a layer it is."""
     plain = dataclasses.replace(A100, thread_blocks=None)
-    pixels, channels = 9 * 57 * 57, 67
-    given = {"flops": 2.0 * pixels * 9 * channels * channels, "moved_bytes": 1.0, "dtype": "float16", "launched": False}
-    sizes = (pixels * channels, 9 * channels * channels, pixels * channels)
-    assert roofline_s(A100, **given, sizes=sizes) == roofline_s(plain, **given, sizes=sizes)
-    assert roofline_s(A100, **given, sizes=sizes) == pytest.approx(
-        given["flops"]
-        / (A100.peak_of("float16") * A100.efficiency_of("float16").of(pixels, 9 * channels, 9 * channels))
-    )
-    as_product = (pixels * 9 * channels, 9 * channels * channels, pixels * channels)
+    pixels, channels, out = 9 * 57 * 57, 67, 131
+    given = {"flops": 2.0 * pixels * 9 * channels * out, "moved_bytes": 1.0, "dtype": "float16", "launched": False}
+    image, weights, result = pixels * channels, 9 * channels * out, pixels * out
+    shapes = {
+        (image, weights, result): (pixels, out, 9 * channels),
+        (result, weights, image): (pixels, channels, 9 * out),
+        (image, result, weights): (9 * channels, out, pixels),
+    }
+    for sizes, shape in shapes.items():
+        found = roofline_s(A100, **given, sizes=sizes, convolves=True)
+        assert found == roofline_s(plain, **given, sizes=sizes, convolves=True)
+        rate = A100.peak_of("float16") * A100.efficiency_of("float16").of(*shape)
+        assert found == pytest.approx(given["flops"] / rate)
+    as_product = (pixels * 9 * channels, weights, result)
     assert roofline_s(A100, **given, sizes=as_product) > roofline_s(plain, **given, sizes=as_product)
 
 
@@ -152,12 +157,15 @@ def test_unlike_devices_in_lockstep_have_the_tiles_of_the_slower_one():
     assert slowest_device([A100, preset("cpu").device]).thread_blocks is None
 
 
-def test_a_convolution_is_priced_as_a_product_of_its_shape_by_the_planner():
-    """What convolutions reach apart from that, the replay of published runs adds."""
-    v100 = preset("p3.16xlarge").device
-    given = {"flops": 2.0 * 9 * 64 * 64 * 6400, "moved_bytes": 1.0, "dtype": "float32", "launched": False}
-    rate = v100.peak_of("float32") * v100.efficiency_of("float32").of(6400, 9 * 64, 9 * 64)
-    assert roofline_s(v100, **given, sizes=(6400 * 64, 9 * 64 * 64, 6400 * 64)) == pytest.approx(given["flops"] / rate)
+@pytest.mark.parametrize("window", [1, 3])
+def test_a_convolution_reaches_what_convolutions_reach(window):
+    """Windows of one pixel as well, for which libraries choose among the same kernels."""
+    v100, area = preset("p3.16xlarge").device, window**2
+    given = {"flops": 2.0 * area * 64 * 96 * 6400, "moved_bytes": 1.0, "dtype": "float32", "launched": False}
+    rate = v100.product_flops_per_s("float32", 6400, 96, area * 64, convolution=True)
+    assert rate < v100.product_flops_per_s("float32", 6400, 96, area * 64)
+    sizes = (6400 * 64, area * 64 * 96, 6400 * 96)
+    assert roofline_s(v100, **given, sizes=sizes, convolves=True) == pytest.approx(given["flops"] / rate)
 
 
 @pytest.mark.parametrize("odd", [1023, 1000])

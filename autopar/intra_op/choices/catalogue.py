@@ -295,6 +295,7 @@ class Catalogue:
             dtype=number_format(eqn) if entry.heavy else dtype_name(eqn.outvars[0].aval.dtype),
             launched=not entry.fused,
             sizes=self._product_sizes(eqn, strategy) if entry.heavy else None,
+            convolves=entry.convolves,
             reordered_bytes=self._reordered_bytes(eqn, strategy),
             random_bytes=self._out_bytes(eqn, strategy) if entry.random else 0.0,
         )
