@@ -189,8 +189,8 @@ class BestStages:
         alone = [self.solve(way, num_stages=1) for way in ways]
         return min((one.step_s for one in alone if isinstance(one, StageChoice)), default=math.inf)
 
-    def first_alone(self, below_s: float) -> tuple[int, float] | None:
-        """(microbatches, seconds of the step) of the fewest in which one stage on all devices fits and takes less than `below_s`.
+    def first_alone(self) -> tuple[int, float] | None:
+        """(microbatches, seconds of the step) of the fewest in which one stage on all devices fits.
 
         Larger numbers than those of the timetables are looked at as well: more stages than one may fit in fewer microbatches.
         """
@@ -198,7 +198,7 @@ class BestStages:
             if self._budget.is_over:
                 break
             alone = self.solve(self.with_count(count)[0], num_stages=1)
-            if isinstance(alone, StageChoice) and alone.step_s < below_s:
+            if isinstance(alone, StageChoice):
                 return count, alone.step_s
         return None
 

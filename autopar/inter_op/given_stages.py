@@ -1,20 +1,22 @@
 """A pipeline on a given number of meshes: stages of equal work on equal meshes, or what the search over layers finds.
 
-In: a traced step, what the user fixed, the machine. Out: the faster `PlannedPipeline` of the two. Equal stages are planned first;
-where they do not fit the memory in the usual number of microbatches, the search is asked next, which knows what layers need in
-others. Across nodes the search, which also divides work and devices unequally, is always asked for as many stages; on one node
-where it may pay: as for stages at all, by a bound on the gain,
+In: a traced step, what the user fixed, the machine. Out: the faster `PlannedPipeline` of the two. In a short step equal stages
+are planned first, in a long one, whose stages take long to plan as wholes, the search is asked first: it plans what repeats once.
+Where equal stages do not fit the memory in the usual number of microbatches, the search is asked as well, which knows what layers
+need in others. The second of the two is planned where it may pay: as for stages at all, by a bound on the gain,
 
     gain <= T - sum of the stages' compute x their devices / all devices x (1 + (n - 1) / 3m)
 
-for n meshes and m microbatches, since n meshes idle for (n - 1) / 3 microbatches at least (zb-h1). What can go wrong: the search
-prices ranges of layers by sums, and overlooks stages that are better as wholes.
+for n meshes and m microbatches, since n meshes idle for (n - 1) / 3 microbatches at least (zb-h1). Across nodes the search, which
+also divides work and devices unequally, always is. What can go wrong: the search prices ranges of layers by sums, and overlooks
+stages that are better as wholes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 from autopar.errors import ConstraintError, OutOfMemoryError, UnsupportedProgramError
 from autopar.inter_op.compare_timetables import plan_best_pipeline
@@ -33,58 +35,85 @@ def plan_given_stages(
     traced: TracedStep, wishes: PipelineWishes, request: PlanRequest, *, devices: int, tuning: Tuning = TUNING
 ) -> PlannedPipeline:
     """The best pipeline of `wishes.num_stages` meshes. Raises what `plan_best_pipeline` raises."""
-    are_fixed = wishes.stage_meshes is not None or wishes.following is not None
+    if wishes.stage_meshes is not None or wishes.following is not None:
+        return plan_best_pipeline(traced, wishes, request, devices=devices, tuning=tuning)
+    equations = sum(1 for _ in traced.program.walk())
+
+    def plan_equal_stages(*, seeks_room: bool) -> PlannedPipeline:
+        return plan_best_pipeline(traced, wishes, request, devices=devices, seeks_room=seeks_room, tuning=tuning)
+
+    def search(beat_s: float | None = None) -> PlannedPipeline | None:
+        """Stages by layers, if there are any that fit and take less."""
+        try:
+            found = search_pipeline(
+                traced, wishes, request, devices=devices, num_stages=wishes.num_stages, beat_s=beat_s, tuning=tuning
+            )
+        except (ConstraintError, OutOfMemoryError, UnsupportedProgramError):
+            return None
+        return None if isinstance(found, OneStage) else found.pipeline
+
+    if equations >= tuning.searched_first:
+        return _search_first(request, devices, equations, plan_equal_stages, search, tuning)
     try:
-        equal = plan_best_pipeline(traced, wishes, request, devices=devices, seeks_room=are_fixed, tuning=tuning)
+        equal = plan_equal_stages(seeks_room=False)
     except (ConstraintError, OutOfMemoryError):
-        if are_fixed or request.budget.is_over:
+        if request.budget.is_over:
             raise
-        return _plan_what_fits(traced, wishes, request, devices=devices, tuning=tuning)
-    if are_fixed:
-        return equal
+        return _or_none(search) or plan_equal_stages(seeks_room=True)
     nodes, _ = machine_shape(request.cluster, devices)
-    if nodes == 1 and not _may_gain(equal.plan, devices, sum(1 for _ in traced.program.walk()), tuning):
+    if nodes == 1 and not _may_gain(equal.plan, devices, equations, tuning):
         return equal
     if request.budget.is_over:
-        return _tell_what_is_left(equal)
+        return _tell_what_is_left(equal, "stages of unequal work")
     try:
-        found = search_pipeline(
-            traced,
-            wishes,
-            request,
-            devices=devices,
-            num_stages=wishes.num_stages,
-            beat_s=equal.plan.step_s,
-            tuning=tuning,
-        )
-    except (ConstraintError, OutOfMemoryError, UnsupportedProgramError):
-        return equal
+        found = search(equal.plan.step_s)
     except LateError:
-        return _tell_what_is_left(equal)
-    if isinstance(found, OneStage) or found.pipeline.plan.step_s >= equal.plan.step_s:
-        return equal
-    plan = found.pipeline.plan
-    seconds = equal.plan.planning_s + plan.planning_s
-    return dataclasses.replace(found.pipeline, plan=dataclasses.replace(plan, planning_s=seconds))
+        return _tell_what_is_left(equal, "stages of unequal work")
+    return equal if found is None else _faster(equal, found)
 
 
-def _plan_what_fits(
-    traced: TracedStep, wishes: PipelineWishes, request: PlanRequest, *, devices: int, tuning: Tuning
+def _search_first(
+    request: PlanRequest,
+    devices: int,
+    equations: int,
+    plan_equal_stages: Callable[..., PlannedPipeline],
+    search: Callable[[], PlannedPipeline | None],
+    tuning: Tuning,
 ) -> PlannedPipeline:
-    """The pipeline that the search finds, where equal stages do not fit; else equal stages in more microbatches."""
+    """What the search finds, and equal stages if they may be faster by as much as pays; equal ones if it finds none."""
+    found = _or_none(search)
+    if found is None:
+        return plan_equal_stages(seeks_room=True)
+    if not _may_gain(found.plan, devices, equations, tuning):
+        return found
+    if request.budget.is_over:
+        return _tell_what_is_left(found, "stages of equal work")
     try:
-        found = search_pipeline(traced, wishes, request, devices=devices, num_stages=wishes.num_stages, tuning=tuning)
-    except (ConstraintError, OutOfMemoryError, UnsupportedProgramError, LateError):
-        found = None
-    if found is None or isinstance(found, OneStage):
-        return plan_best_pipeline(traced, wishes, request, devices=devices, tuning=tuning)
-    return found.pipeline
+        return _faster(found, plan_equal_stages(seeks_room=False))
+    except (ConstraintError, OutOfMemoryError):
+        return found
 
 
-def _tell_what_is_left(equal: PlannedPipeline) -> PlannedPipeline:
+def _or_none(search: Callable[[], PlannedPipeline | None]) -> PlannedPipeline | None:
+    """What a search finds before the clock ends it."""
+    try:
+        return search()
+    except LateError:
+        return None
+
+
+def _faster(first: PlannedPipeline, second: PlannedPipeline) -> PlannedPipeline:
+    """The faster of two plans, the first in doubt; the second took the time of both."""
+    if second.plan.step_s >= first.plan.step_s:
+        return first
+    seconds = first.plan.planning_s + second.plan.planning_s
+    return dataclasses.replace(second, plan=dataclasses.replace(second.plan, planning_s=seconds))
+
+
+def _tell_what_is_left(found: PlannedPipeline, others: str) -> PlannedPipeline:
     """The plan, which says that the clock has ended the search for others."""
-    left = (*equal.plan.not_compared, "stages of unequal work")
-    return dataclasses.replace(equal, plan=dataclasses.replace(equal.plan, ended_early=True, not_compared=left))
+    left = (*found.plan.not_compared, others)
+    return dataclasses.replace(found, plan=dataclasses.replace(found.plan, ended_early=True, not_compared=left))
 
 
 def _may_gain(plan: PipelinePlan, devices: int, equations: int, tuning: Tuning) -> bool:

@@ -89,14 +89,14 @@ def plan_on_one_mesh(
         _Ways(attempts, step, (promising.microbatches,), repeated).explore(1.0)
     if not attempts.is_dear() or (isinstance(first, Beaten) and first.step_s is None):
         return attempts.best()
-    ways = _Ways(attempts, step, counts[1:], repeated)
-    ways.explore(far)
+    ways, roomier = _Ways(attempts, step, counts[1:], repeated), 1.0 if beat_s == math.inf else tuning.roomier_mesh
+    ways.explore(far, roomier=roomier)
     if recompute == "auto" and attempts.is_dear() and not attempts.is_over:
         found = find_recomputation(traced)
         if found.layers:
             ways = _Ways(attempts, found.apply(traced), counts, Repeated())
             if not attempts.is_late:
-                ways.explore(far * found.kept_share)
+                ways.explore(far * found.kept_share, roomier=roomier)
             _repeat_less(attempts, traced, found, tuning)
     if attempts.is_late:
         ways.plan_leanest(devices)
@@ -241,11 +241,7 @@ class _Attempts:
     def plan(self, step: TracedStep, repeated: Repeated | None) -> PlannedStep | Beaten | None:
         """Plan one way and note it; None if nothing fits. `repeated`: the forward work that its backward does again."""
         row = Alternative(num_stages=1, num_microbatches=step.microbatches, **_fields(repeated))
-        enter(
-            f"planning on one mesh in {step.microbatches} microbatches"
-            if step.microbatches > 1
-            else "planning on one mesh"
-        )
+        enter("planning on one mesh" + (f" in {step.microbatches} microbatches" if step.microbatches > 1 else ""))
         try:
             self._last = None
             planned = plan_way(step, self._request, self.shared)
@@ -343,12 +339,13 @@ class _Ways:
         if self._place_of(count) not in self._tried:
             self.explore(count)
 
-    def explore(self, excess: float) -> None:
+    def explore(self, excess: float, *, roomier: float = 1.0) -> None:
         """Plan the number in which plans without a limit should fit, and go on while that may pay and there is time.
 
-        `excess`: how many times the memory that is left for temporaries those of the step in one microbatch take.
+        `excess`: how many times the memory that is left for temporaries those of the step in one microbatch take. `roomier`:
+        begin with so many times more.
         """
-        place = last = self._place_of(excess)
+        place, last = self._place_of(roomier * excess), self._place_of(excess) - 1
         here, is_first = None, True
         while place < len(self._counts) and here is None and (is_first or self._attempts.goes_on()):
             failed, last = last, place

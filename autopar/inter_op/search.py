@@ -44,8 +44,8 @@ class Found:
     A stage's meshes are those that are best for one of its layers. `kinds`: of each stage's nodes, by number; all 0 where nodes
     are alike. `shares`: of each stage's forward work, what backward does again. `loop`: the step in the chosen number of
     microbatches. `one_stage_s`: the least time of one stage on all devices, infinite if that does not fit. `alone_s`: what it
-    takes in each number of microbatches, whether or not it fits. `alone_fits`: the fewest microbatches in which it fits and is
-    faster, with its seconds. `compared`: every timetable with what its best stages would take. `ended_early`: the budget ended
+    takes in each number of microbatches, whether or not it fits. `alone_fits`: the fewest microbatches in which it fits, with
+    its seconds. `compared`: every timetable with what its best stages would take. `ended_early`: the budget ended
     the search. `others`: choices of other numbers of stages, which may be faster if unequal stages wait longer than assumed; of
     other timetables if the budget ended the search, should the first one not fit as wholes. `choose_within`: makes the choice
     again for stages that use this part of the memory limit, should none of these fit as wholes; it raises OutOfMemoryError.
@@ -321,7 +321,7 @@ class _StageSearch:
             found,
             others=tuple(self._found(best, other) for other in self._other_numbers(best, choices[best])),
             one_stage_s=self.stages.one_stage_s(ways),
-            alone_fits=self.stages.first_alone(choices[best].step_s),
+            alone_fits=self.stages.first_alone(),
             alone_s={way.microbatches: self.stages.alone_s(way) for way in ways},
             compared=self._compare(choices),
         )

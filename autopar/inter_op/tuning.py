@@ -45,6 +45,8 @@ class Tuning:
     search_s_per_equation: float = 5e-3
     """Seconds per equation of the step that a search of stages takes beyond that. GPTs of 4 layers took 0.5 to 4 ms per
     equation; `benchmarks/stage_search_time.py` measures deeper ones."""
+    searched_first: int = 2000
+    """Equations from which on stages of a given number are searched by layers before equal ones are planned as wholes."""
 
     # Timetables: `timetables.py`, `compare_timetables.py` and `search.py`.
     virtual_stages: tuple[int, ...] = (2, 4)
@@ -57,6 +59,10 @@ class Tuning:
     roomier: float = 2.0
     """Where given stages do not fit the memory, so many times as many microbatches are tried next as would do if all that a stage
     needs were divided by them. A failure takes as long as a plan: GPT-2.6B in 2 stages of 2 V100s took three, and the clock."""
+    roomier_mesh: float = 1.5
+    """The same for one mesh, where stages are planned and the clock goes on: it is better then to fit in too many microbatches,
+    and to try fewer if there is time. A Wide-ResNet on 4 V100s (`benchmarks/weak_scaling.py`) spent what stages had left in
+    24, which exceed the memory by 2 %, and has 31.3 s in 48 in place of 43.2 in stages."""
     worth: float = 0.03
     """Relative gain that an estimate must promise before a timetable is planned. Sums of layers are up to 3 % off
     (`benchmarks/layer_sums.py`), so a smaller gain may be none."""

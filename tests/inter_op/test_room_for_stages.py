@@ -9,7 +9,8 @@ from autopar.inter_op import compare_timetables, given_stages
 from autopar.inter_op.compare_timetables import plan_best_pipeline
 from autopar.inter_op.given_stages import plan_given_stages
 from autopar.inter_op.plan_pipeline import PipelineWishes, plan_pipeline
-from autopar.inter_op.search_pipeline import SearchedPipeline
+from autopar.inter_op.search_pipeline import OneStage, SearchedPipeline
+from autopar.inter_op.tuning import TUNING
 from autopar.layouts.mesh import LogicalMesh
 from autopar.solver.budget import Budget, LateError
 from tests.inter_op.test_search import arguments, request_on, traced_step, two_nodes
@@ -98,3 +99,55 @@ def test_when_the_time_is_over_no_other_number_is_tried(traced, limit, tried):
     with pytest.raises(OutOfMemoryError):
         plan_given_stages(traced, WISHES, request_until(budget, limit), devices=2)
     assert tried == [8]
+
+
+LONG = dataclasses.replace(TUNING, searched_first=0)
+
+
+@pytest.mark.parametrize("searched_first", [0, 10**6])
+@pytest.mark.parametrize("may_gain", [True, False])
+def test_the_second_of_equal_and_searched_stages_is_planned_where_it_may_pay(
+    traced, searched_first, may_gain, monkeypatch
+):
+    """A long step is searched first, in a short one equal stages come first; the faster of what is planned is handed over."""
+    request, order = request_until(Budget(), None), []
+    equal = plan_best_pipeline(traced, WISHES, request, devices=2)
+    slower = dataclasses.replace(equal, plan=dataclasses.replace(equal.plan, step_s=2 * equal.plan.step_s))
+
+    def plan_equal(*args, **options):
+        order.append("equal")
+        return equal if searched_first == 0 else slower
+
+    def search(*args, **options):
+        order.append("searched")
+        found = slower if searched_first == 0 else equal
+        return SearchedPipeline(pipeline=found, one_stage_s=1.0, alone_s={}, by_layers_s=())
+
+    monkeypatch.setattr(given_stages, "plan_best_pipeline", plan_equal)
+    monkeypatch.setattr(given_stages, "search_pipeline", search)
+    monkeypatch.setattr(given_stages, "_may_gain", lambda *args: may_gain)
+    monkeypatch.setattr(given_stages, "machine_shape", lambda cluster, devices: (1, devices))
+    tuning = dataclasses.replace(TUNING, searched_first=searched_first)
+    found = plan_given_stages(traced, WISHES, request, devices=2, tuning=tuning)
+    both = ["searched", "equal"] if searched_first == 0 else ["equal", "searched"]
+    assert order == (both if may_gain else both[:1])
+    assert found.plan.step_s == (equal if may_gain else slower).plan.step_s
+
+
+def test_in_a_long_step_equal_stages_are_what_is_left(traced, monkeypatch):
+    """They are not compared when the time is over, and it is said; they are the plan where the search finds none."""
+    late = Budget()
+    equal = plan_best_pipeline(traced, WISHES, request_until(Budget(), None), devices=2)
+
+    def search(*args, **options):
+        late.stop()
+        return SearchedPipeline(pipeline=equal, one_stage_s=1.0, alone_s={}, by_layers_s=())
+
+    monkeypatch.setattr(given_stages, "search_pipeline", search)
+    monkeypatch.setattr(given_stages, "_may_gain", lambda *args: True)
+    plan = plan_given_stages(traced, WISHES, request_until(late, None), devices=2, tuning=LONG).plan
+    assert (plan.ended_early, plan.not_compared[-1]) == (True, "stages of equal work")
+
+    monkeypatch.setattr(given_stages, "search_pipeline", lambda *args, **options: OneStage())
+    plan = plan_given_stages(traced, WISHES, request_until(Budget(), None), devices=2, tuning=LONG).plan
+    assert (plan.num_stages, plan.ended_early) == (2, False)
