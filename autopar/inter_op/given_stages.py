@@ -2,8 +2,9 @@
 
 In: a traced step, what the user fixed, the machine. Out: the faster `PlannedPipeline` of the two. In a short step equal stages
 are planned first, in a long one, whose stages take long to plan as wholes, the search is asked first: it plans what repeats once.
-Where equal stages do not fit the memory in the usual number of microbatches, the search is asked as well, which knows what layers
-need in others. The second of the two is planned where it may pay: as for stages at all, by a bound on the gain,
+Equal stages are then planned in the timetable that it finds alone. Where equal stages do not fit the memory in the usual number
+of microbatches, the search is asked as well, which knows what layers need in others. The second of the two is planned where it
+may pay: as for stages at all, by a bound on the gain,
 
     gain <= T - sum of the stages' compute x their devices / all devices x (1 + (n - 1) / 3m)
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import cast
 
 from autopar.errors import ConstraintError, OutOfMemoryError, UnsupportedProgramError
 from autopar.inter_op.compare_timetables import plan_best_pipeline
@@ -28,6 +30,7 @@ from autopar.inter_op.tuning import TUNING, Tuning
 from autopar.intra_op.request import PlanRequest
 from autopar.pipeline_plan import PipelinePlan
 from autopar.program.step import TracedStep
+from autopar.schedules.schedules import ScheduleName
 from autopar.solver.budget import LateError
 
 
@@ -39,8 +42,9 @@ def plan_given_stages(
         return plan_best_pipeline(traced, wishes, request, devices=devices, tuning=tuning)
     equations = sum(1 for _ in traced.program.walk())
 
-    def plan_equal_stages(*, seeks_room: bool) -> PlannedPipeline:
-        return plan_best_pipeline(traced, wishes, request, devices=devices, seeks_room=seeks_room, tuning=tuning)
+    def plan_equal_stages(*, seeks_room: bool, like: PipelinePlan | None = None) -> PlannedPipeline:
+        own = wishes if like is None else _in_timetable_of(like, wishes)
+        return plan_best_pipeline(traced, own, request, devices=devices, seeks_room=seeks_room, tuning=tuning)
 
     def search(beat_s: float | None = None) -> PlannedPipeline | None:
         """Stages by layers, if there are any that fit and take less."""
@@ -53,7 +57,7 @@ def plan_given_stages(
         return None if isinstance(found, OneStage) else found.pipeline
 
     if equations >= tuning.searched_first:
-        return _search_first(request, devices, equations, plan_equal_stages, search, tuning)
+        return _search_first(request, devices, plan_equal_stages, search, tuning)
     try:
         equal = plan_equal_stages(seeks_room=False)
     except (ConstraintError, OutOfMemoryError):
@@ -75,21 +79,20 @@ def plan_given_stages(
 def _search_first(
     request: PlanRequest,
     devices: int,
-    equations: int,
     plan_equal_stages: Callable[..., PlannedPipeline],
     search: Callable[[], PlannedPipeline | None],
     tuning: Tuning,
 ) -> PlannedPipeline:
-    """What the search finds, and equal stages if they may be faster by as much as pays; equal ones if it finds none."""
+    """What the search finds, or equal stages in that timetable if they are faster; equal ones in any if it finds none."""
     found = _or_none(search)
     if found is None:
         return plan_equal_stages(seeks_room=True)
-    if not _may_gain(found.plan, devices, equations, tuning):
+    if _most_gain_s(found.plan, devices) <= tuning.worth * found.plan.step_s:
         return found
     if request.budget.is_over:
         return _tell_what_is_left(found, "stages of equal work")
     try:
-        return _faster(found, plan_equal_stages(seeks_room=False))
+        return _faster(found, plan_equal_stages(seeks_room=False, like=found.plan))
     except (ConstraintError, OutOfMemoryError):
         return found
 
@@ -116,10 +119,25 @@ def _tell_what_is_left(found: PlannedPipeline, others: str) -> PlannedPipeline:
     return dataclasses.replace(found, plan=dataclasses.replace(found.plan, ended_early=True, not_compared=left))
 
 
+def _in_timetable_of(plan: PipelinePlan, wishes: PipelineWishes) -> PipelineWishes:
+    """What the user wishes, in the microbatches and the schedule of a plan."""
+    return dataclasses.replace(
+        wishes,
+        num_microbatches=plan.num_microbatches,
+        schedule=cast(ScheduleName, plan.schedule),
+        virtual_stages=plan.virtual_stages,
+    )
+
+
 def _may_gain(plan: PipelinePlan, devices: int, equations: int, tuning: Tuning) -> bool:
     """Whether other stages may save enough of this plan's step, and enough time in all for a search."""
-    meshes = plan.num_stages // plan.virtual_stages
-    even_s = sum(stage.plan.compute_s * math.prod(stage.plan.mesh_shape) for stage in plan.stages) / devices
-    gain_s = plan.step_s - even_s * (1 + (meshes - 1) / (3 * plan.num_microbatches))
+    gain_s = _most_gain_s(plan, devices)
     search_s = tuning.search_s + tuning.search_s_per_equation * equations
     return gain_s > tuning.least_gain * plan.step_s and gain_s * tuning.repaid_in_steps > search_s
+
+
+def _most_gain_s(plan: PipelinePlan, devices: int) -> float:
+    """The most that other stages may save of this plan's step; see the module."""
+    meshes = plan.num_stages // plan.virtual_stages
+    even_s = sum(stage.plan.compute_s * math.prod(stage.plan.mesh_shape) for stage in plan.stages) / devices
+    return plan.step_s - even_s * (1 + (meshes - 1) / (3 * plan.num_microbatches))

@@ -3,8 +3,6 @@
 import math
 import types
 
-import pytest
-
 from autopar.errors import OutOfMemoryError
 from autopar.inter_op import best_stages
 from autopar.inter_op.best_stages import BestStages, Unsolved

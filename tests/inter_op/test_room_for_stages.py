@@ -114,8 +114,10 @@ def test_the_second_of_equal_and_searched_stages_is_planned_where_it_may_pay(
     equal = plan_best_pipeline(traced, WISHES, request, devices=2)
     slower = dataclasses.replace(equal, plan=dataclasses.replace(equal.plan, step_s=2 * equal.plan.step_s))
 
-    def plan_equal(*args, **options):
+    def plan_equal(traced, wishes, *args, **options):
         order.append("equal")
+        is_open = (wishes.num_microbatches, wishes.schedule) == ("auto", "auto")
+        assert is_open if searched_first else wishes.num_microbatches == equal.plan.num_microbatches
         return equal if searched_first == 0 else slower
 
     def search(*args, **options):
@@ -125,7 +127,7 @@ def test_the_second_of_equal_and_searched_stages_is_planned_where_it_may_pay(
 
     monkeypatch.setattr(given_stages, "plan_best_pipeline", plan_equal)
     monkeypatch.setattr(given_stages, "search_pipeline", search)
-    monkeypatch.setattr(given_stages, "_may_gain", lambda *args: may_gain)
+    monkeypatch.setattr(given_stages, "_most_gain_s", lambda *args: 1e3 if may_gain else 0.0)
     monkeypatch.setattr(given_stages, "machine_shape", lambda cluster, devices: (1, devices))
     tuning = dataclasses.replace(TUNING, searched_first=searched_first)
     found = plan_given_stages(traced, WISHES, request, devices=2, tuning=tuning)
@@ -144,7 +146,7 @@ def test_in_a_long_step_equal_stages_are_what_is_left(traced, monkeypatch):
         return SearchedPipeline(pipeline=equal, one_stage_s=1.0, alone_s={}, by_layers_s=())
 
     monkeypatch.setattr(given_stages, "search_pipeline", search)
-    monkeypatch.setattr(given_stages, "_may_gain", lambda *args: True)
+    monkeypatch.setattr(given_stages, "_most_gain_s", lambda *args: 1e3)
     plan = plan_given_stages(traced, WISHES, request_until(late, None), devices=2, tuning=LONG).plan
     assert (plan.ended_early, plan.not_compared[-1]) == (True, "stages of equal work")
 
