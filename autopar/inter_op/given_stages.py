@@ -24,7 +24,7 @@ from autopar.errors import ConstraintError, OutOfMemoryError, UnsupportedProgram
 from autopar.inter_op.compare_timetables import plan_best_pipeline
 from autopar.inter_op.describe_pipeline import PlannedPipeline
 from autopar.inter_op.dynamic_program.submeshes import machine_shape
-from autopar.inter_op.plan_pipeline import PipelineWishes
+from autopar.inter_op.plan_pipeline import PipelineWishes, alternative_of
 from autopar.inter_op.search_pipeline import OneStage, search_pipeline
 from autopar.inter_op.tuning import TUNING, Tuning
 from autopar.intra_op.request import PlanRequest
@@ -110,7 +110,9 @@ def _faster(first: PlannedPipeline, second: PlannedPipeline) -> PlannedPipeline:
     if second.plan.step_s >= first.plan.step_s:
         return first
     seconds = first.plan.planning_s + second.plan.planning_s
-    return dataclasses.replace(second, plan=dataclasses.replace(second.plan, planning_s=seconds))
+    rows = first.plan.compared or (alternative_of(first.plan),)
+    compared = second.plan.compared or (*rows, alternative_of(second.plan))
+    return dataclasses.replace(second, plan=dataclasses.replace(second.plan, planning_s=seconds, compared=compared))
 
 
 def _tell_what_is_left(found: PlannedPipeline, others: str) -> PlannedPipeline:

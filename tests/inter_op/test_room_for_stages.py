@@ -111,7 +111,8 @@ def test_the_second_of_equal_and_searched_stages_is_planned_where_it_may_pay(
 ):
     """A long step is searched first, in a short one equal stages come first; the faster of what is planned is handed over."""
     request, order = request_until(Budget(), None), []
-    equal = plan_best_pipeline(traced, WISHES, request, devices=2)
+    planned = plan_best_pipeline(traced, WISHES, request, devices=2)
+    equal = dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, compared=()))
     slower = dataclasses.replace(equal, plan=dataclasses.replace(equal.plan, step_s=2 * equal.plan.step_s))
 
     def plan_equal(traced, wishes, *args, **options):
@@ -134,6 +135,8 @@ def test_the_second_of_equal_and_searched_stages_is_planned_where_it_may_pay(
     both = ["searched", "equal"] if searched_first == 0 else ["equal", "searched"]
     assert order == (both if may_gain else both[:1])
     assert found.plan.step_s == (equal if may_gain else slower).plan.step_s
+    if may_gain and searched_first == 0:
+        assert [row.step_s for row in found.plan.compared[-2:]] == [slower.plan.step_s, equal.plan.step_s]
 
 
 def test_in_a_long_step_equal_stages_are_what_is_left(traced, monkeypatch):
