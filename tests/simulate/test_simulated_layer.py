@@ -141,7 +141,7 @@ def test_the_planners_contractions_take_what_the_closed_forms_products_take():
     in_a_loop = StagePrices(
         cluster=LOOP, dtype="float16", element_bytes=2, mesh=(1, DATA, 1, 1, TENSOR), reached=InTraining()
     )
-    assert part.work.contraction_s == pytest.approx(sum(map(in_a_loop.product_s, products)), rel=0.02)
+    assert part.work.contraction_s == pytest.approx(sum(map(in_a_loop.product_s, products)), rel=0.03)
     assert again.work.contraction_s / part.work.contraction_s == pytest.approx(4 / 3, rel=0.02)
 
 
@@ -273,10 +273,7 @@ def test_a_leading_dimension_may_be_split_with_the_rest():
 
 
 def test_a_bottleneck_is_planned_as_the_published_network_has_it():
-    """One without a stride: where there is one, the planner counts the zeros between an input's gradients as work.
-
-    1x1 convolutions are priced alike; of 3x3 ones it takes another shape for the equal product.
-    """
+    """One without a stride: where there is one, the planner counts the zeros between an input's gradients as work."""
     block = ResidualNetworkShape(depth=50, channels=160, width_factor=2, image_size=224, classes=1024).blocks[1]
     split = BlockSplit(samples=16)
     part = Part(
@@ -304,8 +301,8 @@ def test_a_bottleneck_is_planned_as_the_published_network_has_it():
     in_a_loop = StagePrices(
         cluster=cluster, dtype="float32", element_bytes=4, mesh=(1, 2, 1, 1, 1), reached=InTraining()
     )
-    products = [dataclasses.replace(op, convolution=False) for op in _compute(work) if isinstance(op, MatrixProduct)]
-    assert found.work.contraction_s == pytest.approx(sum(map(in_a_loop.product_s, products)), rel=0.1)
+    products = [op for op in _compute(work) if isinstance(op, MatrixProduct)]
+    assert found.work.contraction_s == pytest.approx(sum(map(in_a_loop.product_s, products)), rel=0.03)
     assert found.exchanges == ()
 
 
