@@ -275,9 +275,8 @@ def undisturbed() -> Iterator[None]:
         mesh = jax.sharding.get_abstract_mesh()
         if not mesh.empty:
             stack.callback(_CALLERS_MESH.reset, _CALLERS_MESH.set(dict(mesh.shape)))
-            none = jax.sharding.AbstractMesh(
-                (), ()
-            )  # `jax.set_mesh` refuses to be called in a function that JAX traces
+            # In a function that JAX traces, `jax.set_mesh` refuses to be called.
+            none = jax.sharding.AbstractMesh((), ())
             is_free = private_core.trace_state_clean()
             stack.enter_context(jax.set_mesh(None) if is_free else jax.sharding.use_abstract_mesh(none))
         if getattr(jax.config, _DISABLE_JIT):
