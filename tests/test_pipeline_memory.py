@@ -12,8 +12,8 @@ import pytest
 import autopar
 from autopar.cost_model.hardware import preset
 from autopar.errors import OutOfMemoryError
+from autopar.inter_op.candidates.timetables import Timetable
 from autopar.inter_op.plan_pipeline import PipelineWishes, plan_in_other_schedules, plan_pipeline
-from autopar.inter_op.timetables import Timetable
 from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.request import PlanRequest
 from autopar.layouts.constraints import Constraints

@@ -19,13 +19,21 @@ import numpy as np
 
 from autopar.errors import ArgumentError, OutOfMemoryError
 from autopar.forked_jobs import run_side_by_side
+from autopar.inter_op.candidates.timetables import Timetable
+from autopar.inter_op.candidates.tuning import Tuning
 from autopar.inter_op.costs_by_kind import CostsByKind
 from autopar.inter_op.dynamic_program.choose_stages import choose_faster_stages, choose_stages
-from autopar.inter_op.dynamic_program.problem import CostTable, Manual, SlowerStages, StageChoice, StageProblem
+from autopar.inter_op.dynamic_program.problem import (
+    ChosenStage,
+    CostTable,
+    Manual,
+    SlowerStages,
+    StageChoice,
+    StageProblem,
+)
 from autopar.inter_op.dynamic_program.submeshes import Submesh, size_of
 from autopar.inter_op.layer_costs import LayerCosts
-from autopar.inter_op.timetables import Timetable
-from autopar.inter_op.tuning import Tuning
+from autopar.plan import Alternative
 from autopar.progress import enter
 from autopar.schedules.schedules import NAMED_SCHEDULES
 from autopar.solver.budget import Budget
@@ -54,6 +62,10 @@ class StageRules:
     limit_bytes: float
     num_stages: int | None
     parts: tuple[Submesh, ...] = ()
+
+    def share_of(self, stage: ChosenStage) -> float:
+        """Of its forward work, what the backward pass of a stage does again."""
+        return self.shares[stage.option // len(self.options)]
 
     def problem(self, way: Timetable, costs: CostTable) -> StageProblem:
         """The choice of stages in a timetable."""
@@ -92,6 +104,7 @@ class BestStages:
         self._processes, self._budget, self._tuning = processes, budget, tuning
         self._current: set[Timetable] = set()
         self._took_s: dict[Timetable, float] = {}
+        self._only: int | None = None
 
     @property
     def ways(self) -> list[Timetable]:
@@ -130,6 +143,10 @@ class BestStages:
         new, self._larger = self._larger, ()
         self._ways += new
         return bool(new)
+
+    def look_only_at(self, count: int | None) -> None:
+        """From now on, solve timetables with this number of microbatches alone; all again if it is None."""
+        self._only = count
 
     def outdate(self) -> None:
         """Note that costs have changed."""
@@ -265,6 +282,37 @@ class BestStages:
             case None:
                 return 0.0
 
+    def compare(self, choices: Mapping[Timetable, StageChoice]) -> tuple[Alternative, ...]:
+        """Every timetable with what its best stages would take, or at least take.
+
+        Stages for which the clock left no time to plan a layer promise what perfect division gives: they take that at least.
+        """
+        known = {way: one for way, one in choices.items() if not self._budget.is_over or self.is_planned(way, one)}
+        hoped_s = {way: one.step_s for way, one in choices.items() if way not in known}
+        rows = [
+            Alternative(
+                num_stages=len(choice.stages),
+                num_microbatches=way.microbatches,
+                schedule=way.schedule,
+                virtual_stages=way.virtual_stages,
+                recompute=any(map(self._rules.share_of, choice.stages)),
+                estimate_s=choice.step_s,
+            )
+            for way, choice in known.items()
+        ]
+        rows += [
+            Alternative(
+                num_stages=None,
+                num_microbatches=way.microbatches,
+                schedule=way.schedule,
+                virtual_stages=way.virtual_stages,
+                at_least_s=seconds,
+            )
+            for way, seconds in {**self.least_s, **hoped_s}.items()
+            if way not in known
+        ]
+        return tuple(sorted(rows, key=lambda one: (one.num_microbatches, one.schedule, one.virtual_stages)))
+
     def alone_s(self, way: Timetable) -> float:
         """Seconds of a step in one stage on all devices, whatever the memory; infinite if there is no plan."""
         if self._rules.options[-1] != self._rules.shape:
@@ -287,7 +335,8 @@ class BestStages:
         """The timetables of which too little is known: solved under other costs, or given up below the best one's seconds."""
         below_s = self._best_s()
         given_up = {way for way, seconds in self.least_s.items() if self.handicap(way, seconds) < below_s}
-        return [way for way in self.ways if way not in self._current or way in given_up]
+        ways = [way for way in self.ways if self._only in (None, way.microbatches)]
+        return [way for way in ways if way not in self._current or way in given_up]
 
     def _solve_all(self, ways: Sequence[Timetable], below_s: float) -> None:
         """Solve timetables side by side, each as far as it may take less than so many seconds."""

@@ -21,12 +21,12 @@ from collections.abc import Callable
 from typing import cast
 
 from autopar.errors import ConstraintError, OutOfMemoryError, UnsupportedProgramError
+from autopar.inter_op.candidates.tuning import TUNING, Tuning
 from autopar.inter_op.compare_timetables import plan_best_pipeline
 from autopar.inter_op.describe_pipeline import PlannedPipeline
 from autopar.inter_op.dynamic_program.submeshes import machine_shape
 from autopar.inter_op.plan_pipeline import PipelineWishes, alternative_of
 from autopar.inter_op.search_pipeline import OneStage, search_pipeline
-from autopar.inter_op.tuning import TUNING, Tuning
 from autopar.intra_op.request import PlanRequest
 from autopar.pipeline_plan import PipelinePlan
 from autopar.program.step import TracedStep

@@ -4,8 +4,9 @@ In: a step, cut into numbers of microbatches as they are asked for, and the mach
 program. The forward chain is clustered into layers (`stages/layers.py`), which are planned (`inter_op/planned_layers.py`),
 and a range of layers costs the sum of its layers. At first only the submeshes of one node are planned, or the smallest one,
 under one number of microbatches; `plan_more` adds to them. Everything else is estimated: a larger submesh costs what perfect
-division of a smaller one gives, and `inter_op/timetables.py` carries figures over to another number of microbatches. What can
-go wrong: an estimate need not be a bound, so a caller that chooses by an estimate has that planned and chooses again.
+division of a smaller one gives, a smaller one what a larger one gives without its communication, and
+`candidates/timetables.py` carries figures over to another number of microbatches. What can go wrong: an estimate need not be a
+bound, so a caller that chooses by an estimate has that planned and chooses again.
 """
 
 from __future__ import annotations
@@ -18,93 +19,21 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from autopar.errors import ArgumentError, UnsupportedProgramError
+from autopar.inter_op.candidates.timetables import latency_share, seconds_at
+from autopar.inter_op.candidates.tuning import TUNING, Tuning
 from autopar.inter_op.dynamic_program.problem import CostTable
 from autopar.inter_op.dynamic_program.submeshes import Submesh, send_s
+from autopar.inter_op.layer_bytes import CostCase, in_flight_bytes, largest, sums, working_bytes
 from autopar.inter_op.plan_stage import Planner, plan_program
 from autopar.inter_op.planned_layers import LayerFigures, PlannedLayers
-from autopar.inter_op.timetables import latency_share, seconds_at
-from autopar.inter_op.tuning import TUNING, Tuning
 from autopar.intra_op.memory import tuning as memory_tuning
 from autopar.intra_op.request import PlanRequest
 from autopar.microbatches.counts import microbatch_counts
 from autopar.microbatches.loop import TimeLoop
 from autopar.stages.chain import forward_chain
 from autopar.stages.layers import find_layers
-from autopar.stages.tasks.stage_memory import split_in_flight
-
-
-def _sums(values: Sequence[float]) -> np.ndarray:
-    """[i, j]: the sum of values i to j - 1; 0 where there are none."""
-    before = np.concatenate([[0.0], np.cumsum(values)])
-    return np.triu(before[None, :] - before[:-1, None], 1)
-
-
-def _largest(values: Sequence[float]) -> np.ndarray:
-    """[i, j]: the largest of values i to j - 1."""
-    largest = np.zeros((len(values), len(values) + 1))
-    for i in range(len(values)):
-        largest[i, i + 1 :] = np.maximum.accumulate(values[i:])
-    return largest
-
-
-@dataclasses.dataclass(frozen=True)
-class _CostCase:
-    """How a step runs: the number of microbatches, what part of forward is done again, and whether backward is split in two."""
-
-    count: int
-    share: float
-    split: bool
-
 
 _COSTS = dataclasses.fields(CostTable)
-
-
-def _in_flight_bytes(figures: Sequence[LayerFigures], case: _CostCase, meshes: int) -> np.ndarray:
-    """[i, j]: what each microbatch in flight keeps of layers i to j - 1.
-
-    `meshes`: the most that there may be; as many microbatches or more fill the pipeline.
-    """
-    residual, late, cotangents = (
-        _sums([getattr(one, name) for one in figures])
-        for name in ("residual_bytes", "late_residual_bytes", "cotangent_bytes")
-    )
-    if not case.split:
-        kept, again = residual, 0.0
-    else:
-        kept = split_in_flight(residual - late, late, cotangents, is_full=case.count >= meshes)
-        again = late + cotangents
-    if not case.share:
-        return np.asarray(kept)
-    received = _received_bytes(figures)
-    return np.asarray(case.share * (received + again) + (1 - case.share) * np.maximum(kept, received))
-
-
-def _received_bytes(figures: Sequence[LayerFigures]) -> np.ndarray:
-    """[i, j]: what a microbatch keeps of layers i to j - 1 where backward does all of them again.
-
-    Each layer keeps what it received; or the first alone, and backward makes all results at once, where that is less.
-    """
-    first = np.array([one.received_bytes for one in figures])[:, None]
-    return np.where(_repeats_by_layers(figures), _sums([one.received_bytes for one in figures]), first)
-
-
-def _repeats_by_layers(figures: Sequence[LayerFigures]) -> np.ndarray:
-    """[i, j]: whether less is kept by as many microbatches as there are layers left if layers are done again one at a time."""
-    received, residual = [one.received_bytes for one in figures], [one.residual_bytes for one in figures]
-    in_flight = np.arange(len(figures), 0, -1)[:, None]
-    by_layers = in_flight * _sums(received) + _largest(residual)
-    return np.asarray(by_layers < in_flight * np.array(received)[:, None] + _sums(residual))
-
-
-def _working_bytes(figures: Sequence[LayerFigures], case: _CostCase) -> np.ndarray:
-    """[i, j]: what backward makes again of layers i to j - 1, with the margin for it and for what is kept of a microbatch."""
-    margin = memory_tuning.TUNING.temporaries_margin
-    residual = _sums([one.residual_bytes for one in figures])
-    if not case.share:
-        return np.asarray(residual / margin - residual)
-    kept = (1.0 - case.share) * residual
-    again = np.where(_repeats_by_layers(figures), _largest([one.residual_bytes for one in figures]), residual)
-    return np.asarray(np.minimum(kept + again, residual) / margin - kept)
 
 
 def _first_sizes(sizes: set[int], layers: int, request: PlanRequest, *, smallest_first: bool) -> set[int]:
@@ -231,7 +160,7 @@ class LayerCosts:
             all_sizes = {*map(math.prod, options)}
             for planned, sizes in self._sizes.items():
                 self._layers[planned].plan(sizes & all_sizes, perhaps=min(all_sizes - sizes, default=None))
-            cases = [_CostCase(count, share, split) for share in shares]
+            cases = [CostCase(count, share, split) for share in shares]
             self._tables[key] = self._stack(cases, options)
         return self._tables[key]
 
@@ -242,11 +171,9 @@ class LayerCosts:
         (layers,) = self._layers.values()
         (sizes,) = self._sizes.values()
         layers.plan(sizes, common_alone=True)
-        return self._stack([_CostCase(count, share, split) for share in shares], options, common_alone=True)
+        return self._stack([CostCase(count, share, split) for share in shares], options, common_alone=True)
 
-    def _stack(
-        self, cases: Sequence[_CostCase], options: Sequence[Submesh], *, common_alone: bool = False
-    ) -> CostTable:
+    def _stack(self, cases: Sequence[CostCase], options: Sequence[Submesh], *, common_alone: bool = False) -> CostTable:
         costs = [
             self._costs_on(math.prod(submesh), case, options, common_alone=common_alone)
             for case in cases
@@ -260,7 +187,7 @@ class LayerCosts:
         return all(layers.has_common for layers in self._layers.values())
 
     def _costs_on(
-        self, devices: int, case: _CostCase, options: Sequence[Submesh], *, common_alone: bool = False
+        self, devices: int, case: CostCase, options: Sequence[Submesh], *, common_alone: bool = False
     ) -> CostTable:
         """Arrays (first layer, end layer) of the costs on one submesh.
 
@@ -273,19 +200,19 @@ class LayerCosts:
             for layer in range(layers)
         ]
         figures = [one or LayerFigures() for one in found]
-        has_plan = (_sums([float(one is None) for one in found]) == 0) & (_sums([1.0] * layers) > 0)
+        has_plan = (sums([float(one is None) for one in found]) == 0) & (sums([1.0] * layers) > 0)
         forward_s, backward_s, once_s = (
-            _sums([getattr(one, name) for one in figures]) for name in ("forward_s", "backward_s", "once_s")
+            sums([getattr(one, name) for one in figures]) for name in ("forward_s", "backward_s", "once_s")
         )
-        passing = _largest([one.passing_bytes for one in figures]) / memory_tuning.TUNING.temporaries_margin
-        first = _working_bytes(figures, case)
+        passing = largest([one.passing_bytes for one in figures]) / memory_tuning.TUNING.temporaries_margin
+        first = working_bytes(figures, case)
         meshes = min(layers, self._devices // min(map(math.prod, options)))
         return CostTable(
             seconds=np.where(has_plan, (1.0 + case.share) * forward_s + backward_s, np.inf),
             once_s=np.where(has_plan, once_s + self._sent_once_s(devices), 0.0),
             transfer_s=np.where(has_plan, self._transfer_s(case.count, devices)[None, :], 0.0),
-            weight_bytes=np.where(has_plan, _sums([one.kept_bytes for one in figures]), 0.0),
-            activation_bytes=np.where(has_plan, _in_flight_bytes(figures, case, meshes), 0.0),
+            weight_bytes=np.where(has_plan, sums([one.kept_bytes for one in figures]), 0.0),
+            activation_bytes=np.where(has_plan, in_flight_bytes(figures, case, meshes), 0.0),
             working_bytes=np.where(has_plan, passing + first, 0.0),
         )
 
@@ -336,19 +263,49 @@ class LayerCosts:
         if known and not planned:
             return None
         ways = self._ways(count, devices)
-        planned = {m: figures for m, figures in planned.items() if self._ways(m, devices) >= ways}
+        carried = {m: figures for m, figures in planned.items() if self._ways(m, devices) >= ways}
+        if carried:
+            return _carry_over(carried, count, share=self._share(layer))
         if planned:
-            return _carry_over(planned, count, share=self._share(layer))
+            return self._at_best(layer, devices, planned, count)
         smaller = {size for sizes in self._sizes.values() for size in sizes if size < devices}
         divided = [
             {name: size / devices * figure for name, figure in dataclasses.asdict(figures).items()}
             for size in smaller
             if (figures := self._figures(count, layer, size)) is not None
         ]
-        names = [field.name for field in dataclasses.fields(LayerFigures)] if divided else []
-        found = LayerFigures(**{name: max(one[name] for one in divided) for name in names})
+        if not divided:
+            return self._undivided(count, layer, devices)
+        found = LayerFigures(**{name: max(one[name] for one in divided) for name in divided[0]})
         slower = self._slowdown(count, layer, devices)
         return dataclasses.replace(found, forward_s=slower * found.forward_s, backward_s=slower * found.backward_s)
+
+    def _undivided(self, count: int, layer: int, devices: int) -> LayerFigures:
+        """What a layer takes at best where it is planned on more devices alone. Nothing is known of its memory."""
+        larger = min((size for sizes in self._sizes.values() for size in sizes if size > devices), default=None)
+        if larger is None:
+            return LayerFigures()
+        planned = {m: self._layers[m].figures(layer, larger) for m, sizes in self._sizes.items() if larger in sizes}
+        known = {m: figures for m, figures in planned.items() if figures is not None}
+        if not known:
+            return LayerFigures()
+        least = self._at_best(layer, larger, known, count)
+        task_s = least.forward_s + least.backward_s
+        launches_s = min(task_s, self._layers[next(iter(known))].launches_s(layer))
+        times = (launches_s + (task_s - launches_s) * larger / devices) / task_s if task_s else 1.0
+        return LayerFigures(forward_s=times * least.forward_s, backward_s=times * least.backward_s)
+
+    def _at_best(self, layer: int, devices: int, planned: Mapping[int, LayerFigures], count: int) -> LayerFigures:
+        """Figures on these devices without what a layer waits there, or does on several at once.
+
+        Of `count` microbatches, from `planned` numbers of these, whose examples the devices divide less far.
+        """
+        nearest = min(planned, key=lambda m: abs(math.log(m / count)))
+        task_s, layers = planned[nearest].forward_s + planned[nearest].backward_s, self._layers[nearest]
+        launches = min(1.0, layers.launches_s(layer) / task_s) if task_s else 0.0
+        figures = _carry_over(planned, count, share=np.maximum(launches, self._share(layer)))
+        part = max(launches, layers.divided(layer, devices))
+        return dataclasses.replace(figures, forward_s=part * figures.forward_s, backward_s=part * figures.backward_s)
 
     def _slowdown(self, count: int, layer: int, devices: int) -> float:
         """How many times longer a layer takes on these devices than if all of its time on fewer of them were divided evenly."""

@@ -13,25 +13,20 @@ the meshes (`SharedSearch`). What can go wrong: another number may be faster aft
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import TypedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from autopar.avals import itemsize_of
-from autopar.errors import ArgumentError, ConstraintError, OutOfMemoryError, warn
-from autopar.inter_op.tuning import TUNING, Tuning
-from autopar.intra_op.choices.allowed_values import allowed_inputs
-from autopar.intra_op.compare_meshes import Beaten, SharedSearch
+from autopar.errors import ArgumentError, warn
+from autopar.inter_op.attempts import Attempts, Slower, bytes_held, least_held
+from autopar.inter_op.candidates.tuning import TUNING, Tuning
 from autopar.intra_op.memory import tuning as memory_tuning
-from autopar.intra_op.planner import far_excess, plan_way
 from autopar.intra_op.request import PlannedStep, PlanRequest
+from autopar.intra_op.shared_search import Beaten, SharedSearch
 from autopar.layouts.mesh import LogicalMesh
 from autopar.microbatches.counts import cut_into_microbatches, loop_over_microbatches, microbatch_counts
 from autopar.microbatches.mixing import MixedExamples
 from autopar.microbatches.phases import plan_time
-from autopar.plan import Alternative
-from autopar.program.step import Leaf, TracedStep
-from autopar.progress import Progress, enter, report
+from autopar.program.step import TracedStep
 from autopar.schedules.schedules import Open, Recompute
 from autopar.stages.recompute_layers import Recomputation, Repeated, find_recomputation, names_values
 
@@ -45,13 +40,6 @@ class Promising:
 
     microbatches: int
     meshes: tuple[LogicalMesh, ...]
-
-
-@dataclass(frozen=True)
-class Slower:
-    """No way on one mesh was found to be faster than the time to beat; `compared`: those that were looked at."""
-
-    compared: tuple[Alternative, ...]
 
 
 def plan_on_one_mesh(
@@ -72,7 +60,7 @@ def plan_on_one_mesh(
     `excess`: what `far_excess` says of the step, if that is known. `promising`: planned first if one microbatch is too few.
     """
     has_other_ways = num_microbatches == "auto" or recompute == "auto"
-    attempts = _Attempts(request, SharedSearch(best_s=beat_s, has_other_ways=has_other_ways), tuning=tuning)
+    attempts = Attempts(request, SharedSearch(best_s=beat_s, has_other_ways=has_other_ways), tuning=tuning)
     least = 1 if num_microbatches == "auto" else num_microbatches
     counts = microbatch_counts(traced) if num_microbatches == "auto" else (num_microbatches,)
     step, repeated = _recompute_as_asked(traced, recompute)
@@ -82,7 +70,8 @@ def plan_on_one_mesh(
         if attempts.errors:
             raise attempts.errors[0]
         return attempts.best()
-    first = attempts.plan_first(cut_into_microbatches(step, least), repeated, excess if step is traced else None)
+    with attempts.timed():
+        first = attempts.plan_first(cut_into_microbatches(step, least), repeated, excess if step is traced else None)
     far = attempts.shared.excess
     if first is None and promising is not None and promising.microbatches in counts:
         attempts.prefer(promising.meshes)
@@ -112,27 +101,7 @@ def state_is_too_large(traced: TracedStep, request: PlanRequest, devices: int) -
 def _keeps_too_much(traced: TracedStep, request: PlanRequest) -> bool:
     """Whether the state alone exceeds the memory on every mesh, divided as far as the constraints allow."""
     limit = request.memory_limit_bytes
-    return limit is not None and all(_least_held(traced, request, mesh) > limit for mesh in request.meshes)
-
-
-def _least_held(traced: TracedStep, request: PlanRequest, mesh: LogicalMesh) -> float:
-    """Bytes of the state on each device in the layouts that take the least; infinite if the mesh cannot meet the constraints."""
-    try:
-        allowed = allowed_inputs(traced, mesh, request.constraints)
-    except ConstraintError:
-        return math.inf
-    pairs = ((leaf, of_leaf) for leaf, of_leaf in zip(traced.inputs, allowed, strict=True) if leaf.role != "batch")
-    return sum(
-        bytes_held([leaf]) / mesh.size
-        if of_leaf is None
-        else min(layout.local_bytes(leaf.shape, itemsize_of(leaf), mesh) for layout in of_leaf)
-        for leaf, of_leaf in pairs
-    )
-
-
-def bytes_held(leaves: Iterable[Leaf]) -> int:
-    """Bytes of these leaves, each counted once."""
-    return sum(math.prod(leaf.shape) * itemsize_of(leaf) for leaf in leaves)
+    return limit is not None and all(least_held(traced, request, mesh) > limit for mesh in request.meshes)
 
 
 def _recompute_as_asked(traced: TracedStep, recompute: Recompute) -> tuple[TracedStep, Repeated | None]:
@@ -155,7 +124,7 @@ def _recompute_as_asked(traced: TracedStep, recompute: Recompute) -> tuple[Trace
     return step, repeated
 
 
-def _repeat_less(attempts: _Attempts, traced: TracedStep, found: Recomputation, tuning: Tuning) -> None:
+def _repeat_less(attempts: Attempts, traced: TracedStep, found: Recomputation, tuning: Tuning) -> None:
     """If the fastest way repeats all layers' forward work, try less of it, as far as the memory allows and it may pay."""
     best = attempts.fastest()
     if best is None or not best.plan.recompute or attempts.is_over:
@@ -191,142 +160,10 @@ def _layers_to_repeat(best: PlannedStep, found: Recomputation) -> int:
     return math.ceil(len(found.layers) * (kept + most - limit) / (most - least))
 
 
-class _Attempts:
-    """The ways that have been planned, what each takes, and the errors of those that cannot be."""
-
-    def __init__(self, request: PlanRequest, shared: SharedSearch, *, tuning: Tuning) -> None:
-        self._request, self.shared, self._tuning = request, shared, tuning
-        self._found: list[PlannedStep] = []
-        self._has_beaten = self.has_skipped = False
-        self._compared: list[Alternative] = []
-        self.late_looks = iter((True,))
-        self._last: OutOfMemoryError | ConstraintError | None = None
-        self._smallest: tuple[TracedStep, Repeated | None] | None = None
-        self.errors: list[OutOfMemoryError | ConstraintError] = []
-
-    def prefer(self, meshes: Sequence[LogicalMesh]) -> None:
-        """From now on, look at these meshes before the others."""
-        others = tuple(mesh for mesh in self._request.meshes if mesh not in meshes)
-        first = tuple(mesh for mesh in meshes if mesh in self._request.meshes)
-        self._request = replace(self._request, meshes=(*first, *others))
-
-    def narrow_to_least_state(self, traced: TracedStep) -> None:
-        """Look at one mesh alone, that on which the state takes the least: what does not fit there fits nowhere."""
-        least = min(self._request.meshes, key=lambda mesh: _least_held(traced, self._request, mesh))
-        self._request = replace(self._request, meshes=(least,))
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the time is over, and there is a plan, of this step on one mesh or in stages."""
-        return math.isfinite(self.shared.best_s) and self._request.budget.is_over
-
-    @property
-    def is_late(self) -> bool:
-        """Whether the time is over, and nothing fits so far."""
-        return not math.isfinite(self.shared.best_s) and self._request.budget.is_over
-
-    def goes_on(self) -> bool:
-        """Whether to plan another way: in time, and once more if nothing fits when the time is over."""
-        return not self.is_late or next(self.late_looks, False)
-
-    @property
-    def has_too_few_examples(self) -> bool:
-        """Whether the last way could not meet the constraints, which an earlier one with more examples at once could."""
-        return isinstance(self._last, ConstraintError)
-
-    def fastest(self) -> PlannedStep | None:
-        """The fastest way so far; None if none fits."""
-        return min(self._found, key=lambda one: one.plan.step_s, default=None)
-
-    def plan(self, step: TracedStep, repeated: Repeated | None) -> PlannedStep | Beaten | None:
-        """Plan one way and note it; None if nothing fits. `repeated`: the forward work that its backward does again."""
-        row = Alternative(num_stages=1, num_microbatches=step.microbatches, **_fields(repeated))
-        enter("planning on one mesh" + (f" in {step.microbatches} microbatches" if step.microbatches > 1 else ""))
-        try:
-            self._last = None
-            planned = plan_way(step, self._request, self.shared)
-        except (OutOfMemoryError, ConstraintError) as error:
-            self._last = error
-            if isinstance(error, OutOfMemoryError):
-                self._smallest = (step, repeated)
-            if isinstance(error, ConstraintError) and not self._compared:
-                raise  # later ways have microbatches, whose few examples may not meet the constraints
-            self.errors.append(error)
-            self._compared.append(replace(row, obstacle=Alternative.obstacle_of(error)))
-            return None
-        if isinstance(planned, Beaten):
-            self._has_beaten = True
-            estimate_s = planned.at_least_s if planned.step_s is None else None
-            self._compared.append(replace(row, step_s=planned.step_s, estimate_s=estimate_s))
-            return planned
-        self._compared.append(replace(row, step_s=planned.plan.step_s, peak_bytes=planned.plan.peak_bytes))
-        self._found.append(replace(planned, plan=replace(planned.plan, **_fields(repeated))))
-        report(Progress(best_s=min(one.plan.step_s for one in self._found)), is_news=True)
-        return self._found[-1]
-
-    def plan_first(
-        self, step: TracedStep, repeated: Repeated | None, excess: float | None
-    ) -> PlannedStep | Beaten | None:
-        """As `plan`; what is far too large is noted as such, without a plan. `excess`: see `far_excess`."""
-        if excess is None:
-            excess = far_excess(step, self._request) if self.shared.has_other_ways else 0.0
-        if not excess:
-            return self.plan(step, repeated)
-        self.shared.first, self.shared.excess = step, excess
-        self._smallest = (step, repeated)
-        row = Alternative(num_stages=1, num_microbatches=step.microbatches, **_fields(repeated))
-        self._compared.append(replace(row, obstacle="memory"))
-        return None
-
-    def is_dear(self) -> bool:
-        """Whether nothing fits so far, or the memory limit costs much of the step's time."""
-        if not self._found:
-            return True
-        least_s = min(one.plan.unlimited_s for one in self._found)
-        return self.shared.best_s > (1 + self._tuning.dear) * least_s
-
-    def _explain(self) -> OutOfMemoryError | ConstraintError:
-        """The error that needs the least memory; if the clock has left ways out, it says so."""
-        error = min(self.errors, key=_needed_bytes)
-        if not (self.is_late and isinstance(error, OutOfMemoryError)):
-            return error
-        words = f"{error}\nplanning_seconds were over before all numbers of microbatches were tried: give more."
-        return OutOfMemoryError(words, needed_bytes=error.needed_bytes, tensors=error.tensors, is_settled=False)
-
-    def best(self) -> PlannedStep | Slower:
-        """The fastest way, with all that was compared in its plan. If none fits, raises the error that needs the least memory."""
-        if not self._found and (self._has_beaten or math.isfinite(self.shared.best_s)):
-            return Slower(tuple(self._compared))
-        if not self._found and self._smallest is not None and self.shared.has_other_ways:
-            self.shared.has_other_ways = False  # every way has failed at little cost: the last one again, at any
-            self.plan(*self._smallest)
-        if not self._found:
-            raise self._explain() from None
-        best = min(self._found, key=lambda one: one.plan.step_s)
-        compared = tuple(self._compared) if len(self._compared) > 1 else ()
-        left = () if not self._request.budget.is_over else ("more microbatches and recomputation",)
-        left = (*best.plan.not_compared, *(left if self.is_dear() or self.has_skipped else ()))
-        plan = replace(best.plan, compared=compared, not_compared=left, ended_early=bool(left))
-        return replace(best, plan=plan)
-
-
-def _fields(repeated: Repeated | None) -> _RepeatedFields:
-    """What a plan says of it."""
-    if repeated is None:
-        return {"recompute": False, "recomputed_layers": None, "keeps_named": False}
-    return {"recompute": True, "recomputed_layers": repeated.layers, "keeps_named": repeated.keeps_named}
-
-
-class _RepeatedFields(TypedDict):
-    recompute: bool
-    recomputed_layers: int | None
-    keeps_named: bool
-
-
 class _Ways:
     """One step in several numbers of microbatches, ascending; `repeated`: the forward work that its backward does again."""
 
-    def __init__(self, attempts: _Attempts, step: TracedStep, counts: Sequence[int], repeated: Repeated | None) -> None:
+    def __init__(self, attempts: Attempts, step: TracedStep, counts: Sequence[int], repeated: Repeated | None) -> None:
         self._attempts, self._step, self._counts, self._repeated = attempts, step, tuple(counts), repeated
         self._mixes_examples = False
         self._tried: set[int] = set()
@@ -383,6 +220,10 @@ class _Ways:
     def _plan(self, place: int) -> PlannedStep | Beaten | None:
         count = self._counts[place]
         self._tried.add(place)
+        with self._attempts.timed():
+            return self._plan_count(count)
+
+    def _plan_count(self, count: int) -> PlannedStep | Beaten | None:
         if count == 1:
             return self._attempts.plan(self._step, self._repeated)
         plan = plan_time(self._step, count)
@@ -390,8 +231,3 @@ class _Ways:
             self._mixes_examples = True
             return None
         return self._attempts.plan(loop_over_microbatches(self._step, plan), self._repeated)
-
-
-def _needed_bytes(error: OutOfMemoryError | ConstraintError) -> float:
-    """The memory limit that would do, as far as an error knows; infinite if it does not."""
-    return (isinstance(error, OutOfMemoryError) and error.needed_bytes) or math.inf

@@ -25,14 +25,17 @@ import contextlib
 import dataclasses
 import functools
 import math
+import time
 
 from autopar.errors import ConstraintError, OutOfMemoryError, UnsupportedProgramError
+from autopar.inter_op.attempts import Slower, bytes_held
+from autopar.inter_op.candidates.tuning import TUNING, Tuning
 from autopar.inter_op.describe_pipeline import PlannedPipeline, bound_stages
 from autopar.inter_op.dynamic_program.submeshes import machine_shape
-from autopar.inter_op.one_mesh import Promising, Slower, bytes_held, plan_on_one_mesh, state_is_too_large
+from autopar.inter_op.one_mesh import Promising, plan_on_one_mesh, state_is_too_large
 from autopar.inter_op.plan_pipeline import PipelineWishes
 from autopar.inter_op.search_pipeline import OneStage, SearchedPipeline, search_pipeline
-from autopar.inter_op.tuning import TUNING, Tuning
+from autopar.inter_op.stage_seconds import repeated_s
 from autopar.intra_op.lowering.assignment import Assignment
 from autopar.intra_op.planner import far_excess
 from autopar.intra_op.request import PlannedStep, PlanRequest
@@ -68,6 +71,13 @@ class _OneOrStages:
             return None
         report(Progress(at="the least memory on one mesh"))
         return far_excess(self.traced, self.request)
+
+    def has_time_for_one_mesh(self) -> bool:
+        """Whether the clock leaves as long as it takes to find the excess: to plan takes longer."""
+        started = time.monotonic()
+        return not self.request.budget.is_over and (
+            self.excess is None or self.request.budget.seconds_left > time.monotonic() - started
+        )
 
     def plan_mesh_below(self, beat_s: float, promising: Promising | None = None) -> PlannedStep | Slower:
         return plan_on_one_mesh(
@@ -141,7 +151,7 @@ def _plan_stages_first(comparison: _OneOrStages) -> PlannedStep | PlannedPipelin
         case SearchedPipeline() as found:
             if _is_surely_slower(found, comparison):
                 return found.pipeline
-            if comparison.request.budget.is_over:
+            if not comparison.has_time_for_one_mesh():
                 plan = found.pipeline.plan
                 told = dataclasses.replace(plan, ended_early=True, not_compared=(*plan.not_compared, "one mesh"))
                 return dataclasses.replace(found.pipeline, plan=told)
@@ -204,12 +214,6 @@ def _plan_mesh_first(comparison: _OneOrStages) -> PlannedStep | PlannedPipeline:
             return _faster(one, comparison.search_stages(beat_s=one.plan.step_s / (1 + comparison.tuning.worth)))
     left = (*one.plan.not_compared, "pipeline stages")
     return dataclasses.replace(one, plan=dataclasses.replace(one.plan, ended_early=True, not_compared=left))
-
-
-def repeated_s(assignment: Assignment) -> float:
-    """Seconds of a step in which a device does work that other devices do as well."""
-    ways = {eqn: strategy.ways / assignment.mesh.size for eqn, strategy in assignment.strategies.items()}
-    return sum(seconds * times * (1 - min(1.0, ways.get(eqn, 1.0))) for eqn, seconds, times in assignment.seconds)
 
 
 def _computed_s(assignment: Assignment) -> float:

@@ -25,13 +25,13 @@ from typing import TypeAlias
 from autopar.cost_model.device import fastest_device
 from autopar.cost_model.hardware import Cluster
 from autopar.errors import ArgumentError, ConstraintError, OutOfMemoryError, UnsupportedProgramError
+from autopar.inter_op.candidates.tuning import TUNING, Tuning
 from autopar.inter_op.costs_by_kind import KindsInOrder, KnownCosts
 from autopar.inter_op.describe_pipeline import PlannedPipeline, bound_stages
 from autopar.inter_op.dynamic_program.kinds import KindOfNodes, devices_of, kinds_of
 from autopar.inter_op.dynamic_program.submeshes import submeshes
 from autopar.inter_op.plan_pipeline import PipelineWishes
 from autopar.inter_op.search_pipeline import SearchedPipeline, search_pipeline
-from autopar.inter_op.tuning import TUNING, Tuning
 from autopar.intra_op.request import PlannedStep, PlanRequest, logical_meshes
 from autopar.program.step import TracedStep
 from autopar.solver.budget import LateError

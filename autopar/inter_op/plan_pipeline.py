@@ -12,12 +12,18 @@ from collections.abc import Sequence
 from typing import cast
 
 from autopar.errors import ArgumentError, OutOfMemoryError
+from autopar.inter_op.candidates.timetables import (
+    Timetable,
+    counts_around,
+    list_timetables,
+    more_counts,
+    usual_microbatches,
+)
+from autopar.inter_op.candidates.tuning import TUNING, Tuning
 from autopar.inter_op.describe_pipeline import PlannedPipeline, describe_pipeline
 from autopar.inter_op.dynamic_program.kinds import KindOfNodes, kinds_of
 from autopar.inter_op.plan_stages import StageRequest, plan_stages, restore_stages, split_devices
 from autopar.inter_op.stage_seconds import Staged
-from autopar.inter_op.timetables import Timetable, counts_around, list_timetables, more_counts, usual_microbatches
-from autopar.inter_op.tuning import TUNING, Tuning
 from autopar.intra_op.request import PlanRequest
 from autopar.intra_op.restore import another_step
 from autopar.layouts.mesh import LogicalMesh

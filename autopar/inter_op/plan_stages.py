@@ -16,6 +16,7 @@ from typing import cast
 
 from autopar.errors import ArgumentError, OutOfMemoryError
 from autopar.forked_jobs import run_side_by_side
+from autopar.inter_op.candidates.tuning import TUNING, Tuning
 from autopar.inter_op.dynamic_program.kinds import KindOfNodes
 from autopar.inter_op.plan_stage import (
     KnownStages,
@@ -26,7 +27,6 @@ from autopar.inter_op.plan_stage import (
     plan_program,
 )
 from autopar.inter_op.stage_seconds import Staged, StagedStage, price_stage
-from autopar.inter_op.tuning import TUNING, Tuning
 from autopar.intra_op.choices.allowed_values import allowed_inputs, allowed_outputs
 from autopar.intra_op.request import PlanRequest, logical_meshes
 from autopar.intra_op.restore import restore

@@ -21,11 +21,12 @@ from autopar.compat import Var
 from autopar.cost_model.hardware import Cluster
 from autopar.errors import AutoparError, OutOfMemoryError
 from autopar.forked_jobs import run_side_by_side
+from autopar.inter_op.candidates.tuning import TUNING, Tuning
 from autopar.inter_op.dynamic_program.problem import ChosenStage
 from autopar.inter_op.dynamic_program.submeshes import machine_shape, size_of
 from autopar.inter_op.plan_stage import Planner, plan_program
-from autopar.inter_op.stage_seconds import StagedStage, price_stage
-from autopar.inter_op.tuning import TUNING, Tuning
+from autopar.inter_op.stage_seconds import StagedStage, price_stage, repeated_s
+from autopar.intra_op.choices.least_work import find_work
 from autopar.intra_op.memory import tuning as memory_tuning
 from autopar.intra_op.request import PlanRequest, logical_meshes
 from autopar.layouts.constraints import Constraints
@@ -82,13 +83,15 @@ class LayerFigures:
 class _PlannedLayer:
     """A layer on some devices: its figures, the best mesh with its seconds, and at least how many seconds each mesh takes.
 
-    `waiting`: the part of its seconds in which it waits for communication.
+    `waiting`: the part of its seconds in which it waits for communication. `divided`: the part of the rest that is not work
+    which several devices do.
     """
 
     figures: LayerFigures
     mesh: LogicalMesh
     step_s: float
     waiting: float
+    divided: float
     times: Mapping[tuple[int, ...], float | None]
 
     @classmethod
@@ -97,8 +100,15 @@ class _PlannedLayer:
         times = {c.mesh_shape: c.at_least_s if c.step_s is None else c.step_s for c in stage.plan.candidates}
         plan = stage.plan
         waiting = (plan.comm_s - plan.hidden_s) / plan.step_s if plan.step_s else 0.0
-        figures = LayerFigures.of(stage)
-        return cls(figures=figures, mesh=stage.mesh, step_s=plan.step_s, waiting=waiting, times=times)
+        working_s = plan.step_s * (1 - waiting)
+        return cls(
+            figures=LayerFigures.of(stage),
+            mesh=stage.mesh,
+            step_s=plan.step_s,
+            waiting=waiting,
+            divided=1 - min(1.0, repeated_s(stage.assignment) / working_s) if working_s else 1.0,
+            times=times,
+        )
 
 
 def _lengths(program: Program) -> frozenset[int]:
@@ -147,6 +157,7 @@ class PlannedLayers:
         self._programs: dict[int, StageProgram] = {}
         self._lengths: dict[int, frozenset[int]] = {}
         self._planned: dict[_Key, _PlannedLayer | _TooLarge] = {}
+        self._launches_s: dict[int, float] = {}
         (self._common, count), *_ = collections.Counter(self._first).most_common(1)
         self._is_usual = 3 * count > len(self._first)
 
@@ -209,6 +220,20 @@ class PlannedLayers:
         """The part of a layer's time on a number of devices in which it waits for communication; 0 if it does not fit."""
         planned = self._plan_layer(layer, devices)
         return planned.waiting if isinstance(planned, _PlannedLayer) else 0.0
+
+    def divided(self, layer: int, devices: int) -> float:
+        """The part of a layer's time on a number of devices in which each does work of its own; 0 if it does not fit."""
+        planned = self._plan_layer(layer, devices)
+        return (1 - planned.waiting) * planned.divided if isinstance(planned, _PlannedLayer) else 0.0
+
+    def launches_s(self, layer: int) -> float:
+        """Seconds per microbatch in which a layer's operations start, which no number of devices divides."""
+        first = self._first[layer]
+        if first not in self._launches_s:
+            request = self._request
+            alone = request.catalogues.of(LogicalMesh.of((1,)), request.cluster, request.options)
+            self._launches_s[first] = find_work(self._program(first).step.program, alone).launches_s
+        return self._launches_s[first]
 
     def plan(self, sizes: Collection[int], *, perhaps: int | None = None, common_alone: bool = False) -> None:
         """Plan all layers on each of these numbers of devices, side by side; or the layer that repeats, alone.

@@ -2,10 +2,10 @@
 
 In: a traced step, the number of devices, the machine, and timetables: numbers of microbatches and schedules. Out: the cuts,
 meshes and timetable for `plan_stages`. Ranges of layers have costs (`layer_costs.py`), planned or estimated from what is planned,
-and the dynamic program (`choose_stages.py`) chooses for the timetables that look best (`best_stages.py`). Whatever is chosen by
-an estimate is planned, and the choice made again, until everything that is chosen has been planned. What can go wrong: the sum
-leaves out what layers share, such as a relayout at a boundary saved or an activation freed early. So the chosen stages are
-planned again as wholes, and their own figures are the plan's.
+and the dynamic program (`choose_stages.py`) chooses for the timetables that look best (`best_stages.py`). Whatever
+is chosen by an estimate is planned, and the choice made again, until everything that is chosen has been planned: first in one
+number of microbatches, then in all. What can go wrong: the sum leaves out what layers share, such as a relayout at a boundary
+saved or an activation freed early. So the chosen stages are planned again as wholes, and their own figures are the plan's.
 
 Where nothing fits the memory in the numbers of microbatches around the usual one, larger ones are compared: first of all those in
 which the layers that repeat fit.
@@ -20,6 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from autopar.errors import ArgumentError, OutOfMemoryError
 from autopar.inter_op.best_stages import BestStages, StageRules, Unsolved
+from autopar.inter_op.candidates.timetables import Timetable
+from autopar.inter_op.candidates.tuning import TUNING, Tuning
 from autopar.inter_op.costs_by_kind import ALIKE, CostsByKind, KindsInOrder, costs_on_kinds
 from autopar.inter_op.dynamic_program.choose_stages import may_fit
 from autopar.inter_op.dynamic_program.problem import ChosenStage, Manual, StageChoice
@@ -27,8 +29,6 @@ from autopar.inter_op.dynamic_program.submeshes import Submesh, kind_of, machine
 from autopar.inter_op.layer_costs import LayerCosts
 from autopar.inter_op.plan_stage import Planner, plan_program
 from autopar.inter_op.planned_layers import PlannedLayers
-from autopar.inter_op.timetables import Timetable
-from autopar.inter_op.tuning import TUNING, Tuning
 from autopar.intra_op.request import PlanRequest
 from autopar.layouts.mesh import LogicalMesh
 from autopar.microbatches.loop import TimeLoop
@@ -151,7 +151,30 @@ class _StageSearch:
     def run(self) -> Found | NotFaster:
         """The best stages in the best way."""
         self._choose_start()
+        self._settle_first()
         return self._look()
+
+    def _settle_first(self) -> None:
+        """Look at the first number of microbatches until what is chosen in it is planned: others have something to beat then."""
+        self.stages.look_only_at(self._first.microbatches)
+        while not self.budget.is_over:
+            self.stages.solve_promising()
+            if not self.stages.choices or not self._plan_chosen(self._best_of(self.stages.choices)):
+                break
+        self.stages.look_only_at(None)
+
+    def _plan_chosen(self, best: Timetable) -> bool:
+        """Plan layers where the best choice takes estimates of them, unless it is too slow; whether there are any."""
+        choice = self.stages.choices[best]
+        is_new = not self._is_too_slow(choice) and self.costs.plan_more(
+            best.microbatches, [stage.submesh for stage in choice.stages]
+        )
+        if is_new:
+            self.stages.outdate()
+        return is_new
+
+    def _is_too_slow(self, choice: StageChoice) -> bool:
+        return choice.step_s >= (1 + self.tuning.near) * self.beat_s
 
     def _look(self) -> Found | NotFaster:
         while True:
@@ -205,17 +228,15 @@ class _StageSearch:
 
     def _go_on(self, best: Timetable) -> Found | NotFaster | None:
         """Plan what the best way is an estimate of. The result of the search if there is nothing of the kind."""
-        submeshes = [stage.submesh for stage in self.stages.choices[best].stages]
-        is_too_slow = self.stages.choices[best].step_s >= (1 + self.tuning.near) * self.beat_s
-        if not is_too_slow and self.costs.plan_more(best.microbatches, submeshes):
-            self.stages.outdate()
+        is_too_slow = self._is_too_slow(self.stages.choices[best])
+        if self._plan_chosen(best):
             return None
         self.stages.solve_rest()
         choices = self.stages.choices
         if self._best_of(choices) != best:
             return None
         if is_too_slow:
-            return NotFaster(self._compare(choices))
+            return NotFaster(self.stages.compare(choices))
         if self._plan_neighbour(best, choices):
             self.stages.outdate()
             return None
@@ -274,7 +295,7 @@ class _StageSearch:
         is_faster = choice.step_s < self.beat_s
         known = {way: choice for way, (choice, _) in ended.items()}
         if not is_faster:
-            return NotFaster(self._compare(known))
+            return NotFaster(self.stages.compare(known))
         others = [way for way in ended.keys() - doubtful - {best} if way.microbatches in self.costs.counts]
         others = [way for way in others if self.stages.is_planned(way, known[way])]
         next_best = sorted(others, key=lambda way: ended[way][1])[: self.tuning.second_looks]
@@ -323,7 +344,7 @@ class _StageSearch:
             one_stage_s=self.stages.one_stage_s(ways),
             alone_fits=self.stages.first_alone(),
             alone_s={way.microbatches: self.stages.alone_s(way) for way in ways},
-            compared=self._compare(choices),
+            compared=self.stages.compare(choices),
         )
 
     def _found(self, way: Timetable, choice: StageChoice) -> Found:
@@ -336,7 +357,7 @@ class _StageSearch:
             kinds=tuple(kind_of(stage.submesh) for stage in choice.stages),
             choice=choice,
             timetable=way,
-            shares=tuple(self._share_of(stage) for stage in choice.stages),
+            shares=tuple(self.rules.share_of(stage) for stage in choice.stages),
             loop=layers.loop,
             ended_early=self.budget.is_over,
         )
@@ -360,40 +381,3 @@ class _StageSearch:
         solved = [self.stages.solve_number(way, number, near_s) for number in numbers]
         found = [other for other in solved if isinstance(other, StageChoice)]
         return sorted(found, key=lambda other: other.step_s)
-
-    def _share_of(self, stage: ChosenStage) -> float:
-        """Of its forward work, what the backward pass of a stage does again."""
-        return self.rules.shares[stage.option // len(self.rules.options)]
-
-    def _compare(self, choices: Mapping[Timetable, StageChoice]) -> tuple[Alternative, ...]:
-        """Every timetable with what its best stages would take, or at least take.
-
-        Stages for which the clock left no time to plan a layer promise what perfect division gives: they take that at least.
-        """
-        known = {
-            way: one for way, one in choices.items() if not self.budget.is_over or self.stages.is_planned(way, one)
-        }
-        hoped_s = {way: one.step_s for way, one in choices.items() if way not in known}
-        rows = [
-            Alternative(
-                num_stages=len(choice.stages),
-                num_microbatches=way.microbatches,
-                schedule=way.schedule,
-                virtual_stages=way.virtual_stages,
-                recompute=any(map(self._share_of, choice.stages)),
-                estimate_s=choice.step_s,
-            )
-            for way, choice in known.items()
-        ]
-        rows += [
-            Alternative(
-                num_stages=None,
-                num_microbatches=way.microbatches,
-                schedule=way.schedule,
-                virtual_stages=way.virtual_stages,
-                at_least_s=seconds,
-            )
-            for way, seconds in {**self.stages.least_s, **hoped_s}.items()
-            if way not in known
-        ]
-        return tuple(sorted(rows, key=lambda one: (one.num_microbatches, one.schedule, one.virtual_stages)))

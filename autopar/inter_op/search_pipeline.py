@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from autopar.errors import OutOfMemoryError
+from autopar.inter_op.candidates.timetables import Timetable
+from autopar.inter_op.candidates.tuning import TUNING, Tuning
 from autopar.inter_op.costs_by_kind import ALIKE, KindsInOrder
 from autopar.inter_op.describe_pipeline import PlannedPipeline, bound_stages, describe_pipeline
 from autopar.inter_op.dynamic_program.kinds import KindOfNodes
@@ -29,8 +31,6 @@ from autopar.inter_op.plan_pipeline import (
 from autopar.inter_op.plan_stage import KnownStages
 from autopar.inter_op.plan_stages import StageRequest
 from autopar.inter_op.search import Found, NotFaster, search_stages
-from autopar.inter_op.timetables import Timetable
-from autopar.inter_op.tuning import TUNING, Tuning
 from autopar.intra_op.request import PlanRequest
 from autopar.plan import Alternative
 from autopar.program.step import TracedStep

@@ -209,3 +209,9 @@ def transfer_bytes(staged: Staged) -> dict[tuple[int, int, str], int]:
                 key = (cut.homes[port.var], stage.program.stage, "weights")
                 total[key] = total.get(key, 0) + math.prod(port.var.aval.shape) * itemsize_of(port.var.aval)
     return total
+
+
+def repeated_s(assignment: Assignment) -> float:
+    """Seconds of a step in which a device does work that other devices do as well."""
+    ways = {eqn: strategy.ways / assignment.mesh.size for eqn, strategy in assignment.strategies.items()}
+    return sum(seconds * times * (1 - min(1.0, ways.get(eqn, 1.0))) for eqn, seconds, times in assignment.seconds)

@@ -25,6 +25,7 @@ from autopar.intra_op.mesh_search import MeshSearch
 from autopar.intra_op.out_of_memory import NothingFits, no_way_there, out_of_memory
 from autopar.intra_op.request import PlannedStep, PlanRequest, distinct_meshes
 from autopar.intra_op.restore import PackedStep, pack, unpack
+from autopar.intra_op.shared_search import Beaten, SharedSearch
 from autopar.intra_op.worth import Worth
 from autopar.layouts.mesh import LogicalMesh
 from autopar.plan import Candidate
@@ -35,54 +36,6 @@ from autopar.solver.outcomes import CutOff, NotSearched, Unfinished, Unreachable
 
 Ended: TypeAlias = NothingFits | CutOff | NotSearched | Unreachable | Unfinished
 """How the search of a mesh ends without a plan."""
-
-
-@dataclasses.dataclass(kw_only=True)
-class SharedSearch:
-    """What the searches of all ways to run one step tell each other.
-
-    Attributes:
-        best_s: seconds of the fastest plan of any way.
-        evenly_divided_s: seconds of the work, divided evenly among all devices; 0 if it is not known.
-        at_least_s: by mesh, seconds that no way goes below on it, whatever the memory: the same work in smaller pieces, or with
-            some of it done again, takes no less time.
-        excess: of the latest way, how many times the memory that is left for temporaries they take without a limit, on the mesh
-            where it is least.
-        first: the way that was looked at first; its microbatches are the fewest, and it does least work again.
-        least_s: by mesh, seconds that no step on it takes less than; of the first way, so that it holds for all. `at_least_s` is
-            for choosing what to plan: it bounds what the search minimises.
-        work_s: seconds of the work of the first way, which no step on any mesh takes less than; 0 before there is a plan.
-        bounded: meshes that were looked at, in all ways; `dropped` and `proven` are those that were left and planned.
-        has_other_ways: whether other ways will be looked at if nothing fits.
-        is_bounded: whether meshes are to have bounds that hold for all ways; of stages nobody asks for them.
-    """
-
-    best_s: float = math.inf
-    evenly_divided_s: float = 0.0
-    at_least_s: dict[LogicalMesh, float] = dataclasses.field(default_factory=dict)
-    excess: float = math.inf
-    first: TracedStep | None = None
-    least_s: dict[LogicalMesh, float] = dataclasses.field(default_factory=dict)
-    work_s: float = 0.0
-    bounded: int = 0
-    dropped: int = 0
-    proven: int = 0
-    has_other_ways: bool = False
-    is_bounded: bool = True
-
-
-@dataclasses.dataclass(frozen=True)
-class Beaten:
-    """No mesh makes this way to run a step faster than another way.
-
-    Attributes:
-        step_s: seconds of its best plan; None if none was made, as bounds said that it would not be faster.
-        at_least_s: no plan has an objective below this. A step may take a little less, as the objective pays for a change of
-            layout once per reader.
-    """
-
-    step_s: float | None
-    at_least_s: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,7 +62,7 @@ class MeshComparison:
         self.not_compared: list[LogicalMesh] = []
         self.found_s: list[float] = []
         self.unlimited_s: list[float] = []
-        self.more_axes_help = False
+        self.more_axes_help = self._is_bound_lost = False
         self._took = 1, 0.0
         self._fastest = Least(shared.best_s)
         self._has_plan, self._is_planned_here = Flag(is_raised=math.isfinite(shared.best_s)), False
@@ -201,11 +154,22 @@ class MeshComparison:
         elif self._is_optional(mesh) and not is_settled:
             gain_s, bounding_s = best_s - bound_s, tuning.bound_s_per_equation * self.equations - tuning.quick_s
             may_help = self.more_axes_help or self.equations <= tuning.bounded
-            is_promising = not self.worth.is_large or (may_help and gain_s > tuning.least_gain * best_s)
+            is_promising = not self.worth.is_large or (may_help and not self.worth.leaves(best_s, bound_s))
             is_settled = not (is_promising and self.worth.repays(gain_s, bounding_s))
         if is_settled:
+            self._is_bound_lost = self._is_bound_lost or mesh not in self.shared.least_s
             self.candidates.append(Candidate(mesh.shape, None, bound_s))
         return not is_settled
+
+    def _needs_bound(self, evenly_divided_s: float) -> bool:
+        """Whether a bound that holds for all ways matters: in a large step no longer where a mesh has that of its work alone.
+
+        It is the least of all, and a mesh of many axes is left for want of promise.
+        """
+        best_s = min(self.shared.best_s, self._fastest.value)
+        is_optional = any(len(mesh.shape) >= self.request.tuning.merged_axes for mesh in self.request.meshes)
+        is_left = is_optional and self.worth.leaves(best_s, evenly_divided_s + self._call_s())
+        return self.shared.is_bounded and not (self.worth.is_large and (self._is_bound_lost or is_left))
 
     def _is_rather_left(self) -> bool:
         """Whether an optional mesh is left, as nothing has fitted: for other ways, or as it will not help, which is no proof."""
@@ -294,7 +258,7 @@ class MeshComparison:
         search = MeshSearch(self.traced, mesh, request, is_whole=shared.is_bounded)
         evenly_divided_s = shared.evenly_divided_s or search.evenly_divided_s()
         at_least_s, least_s = shared.at_least_s.get(mesh, 0.0), 0.0
-        if shared.is_bounded and math.isfinite(shared.best_s):
+        if math.isfinite(shared.best_s) and self._needs_bound(evenly_divided_s):
             at_least_s, least_s = self._bound(search, at_least_s)
         bound_s = max(at_least_s, evenly_divided_s) + self._call_s()
         is_beaten, most_work = bound_s >= self.worth.planning_s(shared.best_s), math.inf
@@ -314,7 +278,7 @@ class MeshComparison:
                 report(Progress(best_s=outcome.plan.step_s), is_news=True)
         at_least_s = max(at_least_s, search.bound_s)
         with contextlib.suppress(LateError):  # a bound is no longer worth it
-            if shared.is_bounded and not least_s:
+            if not least_s and self._needs_bound(evenly_divided_s):
                 at_least_s, least_s = self._bound(search, at_least_s)
         return _Looked(
             evenly_divided_s=evenly_divided_s,

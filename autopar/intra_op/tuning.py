@@ -81,7 +81,7 @@ class Tuning:
     plan after 10 (`benchmarks/planning_ordinary.py --tight`, gpt-v100)."""
     limited_gap: float | None = None
     """The gap to its bound, relative, at which a plan within a memory limit is good enough; None: that of the solver. Stages have
-    one of their own (`inter_op/tuning.py`)."""
+    one of their own (`inter_op/candidates/tuning.py`)."""
     memory_rounds: int = 6
     """How often the limit of the memory rows is changed before a step counts as too large. Each is a search; more find plans
     nearer to the limit (`benchmarks/memory_error.py` plans under limits)."""

@@ -29,6 +29,10 @@ class Worth:
         """Whether a step that is faster by `gain_s` seconds repays a search of `search_s` in a run of some length."""
         return gain_s * self.tuning.repaid_in_steps > search_s
 
+    def leaves(self, best_s: float, bound_s: float) -> bool:
+        """Whether a mesh of many axes is left in a large step, with a plan of `best_s` and no step below `bound_s`."""
+        return self.is_large and best_s - bound_s <= self.tuning.least_gain * best_s
+
     def planning_s(self, best_s: float) -> float:
         """Below how many seconds a step on another mesh is worth planning, with a plan of `best_s`."""
         return self._finding_s(best_s, self.tuning.search_s_per_equation * self.equations, self.tuning.most_worth)

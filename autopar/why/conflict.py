@@ -18,7 +18,8 @@ from collections.abc import Sequence
 
 from autopar.errors import OutOfMemoryError
 from autopar.explain.units import bytes_text
-from autopar.inter_op.one_mesh import bytes_held, state_is_too_large
+from autopar.inter_op.attempts import bytes_held
+from autopar.inter_op.one_mesh import state_is_too_large
 from autopar.intra_op.choices.options import PlannerOptions
 from autopar.layouts.constraints import Constraints, Rule, SplitBatch
 from autopar.pipeline_plan import PipelinePlan

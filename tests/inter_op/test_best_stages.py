@@ -6,9 +6,10 @@ import types
 from autopar.errors import OutOfMemoryError
 from autopar.inter_op import best_stages
 from autopar.inter_op.best_stages import BestStages, Unsolved
+from autopar.inter_op.candidates.timetables import Timetable
+from autopar.inter_op.candidates.tuning import TUNING
 from autopar.inter_op.dynamic_program.problem import SlowerStages, StageChoice
-from autopar.inter_op.timetables import Timetable
-from autopar.inter_op.tuning import TUNING
+from autopar.inter_op.search import _StageSearch
 from autopar.solver.budget import Budget
 
 WAYS = [Timetable(count, "1f1b") for count in (1, 2, 4, 8, 16, 32)]
@@ -52,3 +53,30 @@ def test_one_stage_is_sought_in_more_microbatches_than_several_need(monkeypatch)
     assert stages.first_alone() == (16, 40.0)
     assert stages.one_stage_s(stages.ways) == math.inf
     assert stages.one_stage_s(WAYS) == 36.0
+
+
+def test_one_number_of_microbatches_is_settled_before_others_are_looked_at(monkeypatch):
+    """Others promise more than it takes, as estimates do; what is chosen in the first number is planned twice before them."""
+    log, left = [], iter((True, True, False))
+    choose = {"stages": (), "bound_s": 0.0, "bottleneck": 0, "ruled_out": 0, "devices": ()}
+
+    def fits(microbatches, below_s, **options):
+        log.append(microbatches)
+        return StageChoice(step_s=1.0 if microbatches == 4 else 0.5, **choose)
+
+    def plan_more(count, submeshes):
+        log.append(f"plan {count}")
+        return next(left)
+
+    monkeypatch.setattr(best_stages, "choose_faster_stages", fits)
+    table = types.SimpleNamespace(
+        impossible=set(), counts={4}, table=lambda *args, **options: None, plan_more=plan_more, has_common=False
+    )
+    rules = types.SimpleNamespace(options=(), shares=(), num_stages=None, problem=lambda way, table: way.microbatches)
+    ways = [WAYS[2], *WAYS[:2]]
+    stages = BestStages(table, ways, rules, processes=1, budget=Budget(), tuning=TUNING)
+    search = _StageSearch(costs=table, stages=stages, rules=rules, beat_s=math.inf, budget=Budget(), tuning=TUNING)
+    monkeypatch.setattr(_StageSearch, "_look", lambda _: stages.solve_promising())
+    search.run()
+    assert log[:6] == [4, "plan 4", 4, "plan 4", 4, "plan 4"]
+    assert set(log[6:]) == {1, 2}

@@ -9,7 +9,7 @@ import pytest
 import autopar
 from autopar import ArgumentError
 from autopar.errors import OutOfMemoryError
-from autopar.inter_op.tuning import TUNING
+from autopar.inter_op.candidates.tuning import TUNING
 from autopar.plan import Alternative
 from tests.inter_op.test_search import arguments, step, two_nodes
 from tests.oracles import assert_same_as_jit

@@ -7,11 +7,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from autopar.errors import OutOfMemoryError
-from autopar.inter_op import one_mesh
-from autopar.inter_op.one_mesh import Promising, Slower, plan_on_one_mesh
+from autopar.inter_op import attempts, one_mesh
+from autopar.inter_op.attempts import Slower, bytes_held
+from autopar.inter_op.one_mesh import Promising, plan_on_one_mesh
 from autopar.intra_op import planner
-from autopar.intra_op.compare_meshes import SharedSearch
 from autopar.intra_op.planner import plan_way
+from autopar.intra_op.shared_search import SharedSearch
 from autopar.layouts.constraints import as_constraints
 from autopar.layouts.mesh import LogicalMesh
 from tests.inter_op.test_search import arguments, request_on, traced_step, two_nodes
@@ -35,7 +36,7 @@ def noted(monkeypatch):
         MESHES.append(request.meshes)
         return plan_way(step, request, shared)
 
-    monkeypatch.setattr(one_mesh, "plan_way", noting)
+    monkeypatch.setattr(attempts, "plan_way", noting)
 
 
 def request_for(limit, *, large):
@@ -78,7 +79,7 @@ def test_one_microbatch_is_left_out_where_it_cannot_fit_and_the_plan_is_the_same
 def test_a_state_that_is_too_large_in_its_smallest_layouts_is_told_after_one_mesh_in_one_way(
     traced, constraints, share
 ):
-    held = one_mesh.bytes_held(leaf for leaf in traced.inputs if leaf.role != "batch")
+    held = bytes_held(leaf for leaf in traced.inputs if leaf.role != "batch")
     request = request_for(int(held * share) - 1, large=0)
     meshes = (LogicalMesh.of((4,)), LogicalMesh.of((2, 2)))
     request = dataclasses.replace(request, meshes=meshes, constraints=as_constraints(constraints))
@@ -144,9 +145,9 @@ def test_numbers_that_were_jumped_over_are_planned_as_long_as_fewer_fit(traced, 
             raise OutOfMemoryError("", needed_bytes=1.0, tensors=())
         return plan_way(step, dataclasses.replace(request, memory_limit_bytes=None), SharedSearch())
 
-    monkeypatch.setattr(one_mesh, "plan_way", plan)
-    monkeypatch.setattr(one_mesh, "far_excess", lambda *_: 2.0)
-    monkeypatch.setattr(one_mesh._Attempts, "is_dear", lambda attempts: not attempts._found)
+    monkeypatch.setattr(attempts, "plan_way", plan)
+    monkeypatch.setattr(attempts, "far_excess", lambda *_: 2.0)
+    monkeypatch.setattr(attempts.Attempts, "is_dear", lambda these: not these._found)
     planned(traced, 300_000, large=0, beat_s=beat_s)
     assert tried == WAYS
 

@@ -8,13 +8,13 @@ import pytest
 from autopar.errors import OutOfMemoryError
 from autopar.inter_op import given_stages, one_or_stages, search_pipeline
 from autopar.inter_op.best_stages import BestStages, StageRules
+from autopar.inter_op.candidates.timetables import Timetable
+from autopar.inter_op.candidates.tuning import TUNING
 from autopar.inter_op.dynamic_program.problem import ChosenStage, SlowerStages, StageChoice
 from autopar.inter_op.one_or_stages import plan_one_or_stages
 from autopar.inter_op.plan_pipeline import PipelineWishes
 from autopar.inter_op.plan_stage import plan_program
 from autopar.inter_op.search import _StageSearch, search_stages
-from autopar.inter_op.timetables import Timetable
-from autopar.inter_op.tuning import TUNING
 from autopar.intra_op.mesh_search import MeshSearch
 from autopar.intra_op.planner import plan_step
 from autopar.layouts.mesh import LogicalMesh
@@ -324,13 +324,6 @@ def test_what_only_promises_when_the_clock_ends_takes_at_least_that():
         (0.0, [(2, 2.0, None), (4, None, 1.0), (8, None, 3.0)]),
         (math.inf, [(2, 2.0, None), (4, 1.0, None), (8, None, 3.0)]),
     ):
-        search = _StageSearch(
-            costs=OnOneDevice(),
-            stages=stages,
-            rules=rules,
-            beat_s=math.inf,
-            budget=Budget(seconds=seconds),
-            tuning=TUNING,
-        )
-        rows = search._compare(choices)
+        stages._budget = Budget(seconds=seconds)
+        rows = stages.compare(choices)
         assert [(row.num_microbatches, row.estimate_s, row.at_least_s) for row in rows] == expected

@@ -1,14 +1,18 @@
 """What the search counts of a stage's memory whose backward does layers again, before any stage is planned."""
 
 import functools
+import math
 
 import pytest
 
 from autopar.cost_model.hardware import preset
-from autopar.inter_op.layer_costs import LayerCosts, _CostCase, _first_sizes, _in_flight_bytes, _working_bytes
+from autopar.inter_op.layer_bytes import CostCase, in_flight_bytes, working_bytes
+from autopar.inter_op.layer_costs import LayerCosts, _first_sizes
 from autopar.inter_op.planned_layers import LayerFigures
 from autopar.intra_op.memory import tuning as memory_tuning
-from tests.inter_op.test_search import request_on
+from autopar.stages.split_scans import split_scans
+from autopar.stages.time_loops import make_loops
+from tests.inter_op.test_search import arguments, request_on, traced_step, two_nodes
 
 MARGIN = memory_tuning.TUNING.temporaries_margin
 LAYERS = 4
@@ -17,9 +21,9 @@ LAYERS = 4
 def bytes_of_stage(received, residual, share):
     """(in flight for each microbatch, what a task needs beside them with its margin) of all layers, which are alike."""
     figures = [LayerFigures(received_bytes=received, residual_bytes=residual)] * LAYERS
-    case = _CostCase(8, share, False)
-    needed = _working_bytes(figures, case)[0, LAYERS] + (1 - share) * LAYERS * residual
-    return _in_flight_bytes(figures, case, 1)[0, LAYERS], needed * MARGIN
+    case = CostCase(8, share, False)
+    needed = working_bytes(figures, case)[0, LAYERS] + (1 - share) * LAYERS * residual
+    return in_flight_bytes(figures, case, 1)[0, LAYERS], needed * MARGIN
 
 
 @pytest.mark.parametrize(
@@ -53,3 +57,27 @@ def test_figures_carry_over_to_numbers_of_microbatches_that_divide_their_example
     assert costs.is_planned(1024, (4, 8))
     assert not costs.is_planned(256, (4, 8))
     assert not costs.is_planned(512, (8, 8))
+
+
+@pytest.mark.parametrize("width", [64, 1024])
+@pytest.mark.parametrize(
+    ("count", "planned", "submesh", "batch"),
+    [(4, 4, (1, 1), 8), (4, 4, (1, 2), 8), (4, 4, (1, 1), 512), (4, 4, (1, 2), 512), (2, 4, (2, 2), 8)],
+)
+def test_what_is_planned_on_more_devices_or_for_fewer_examples_is_a_floor_of_what_is_not(
+    count, planned, submesh, width, batch
+):
+    """No time at all would have every search plan it first. Of 8 examples, 4 microbatches have 2 each, 2 have 4."""
+    options, place = ((1, 1), (1, 2), (2, 2)), ((1, 1), (1, 2), (2, 2)).index(submesh)
+    loop_of = make_loops(split_scans(traced_step(*arguments(width, batch=batch)), ()), 4)
+
+    def costs_planned_on(sizes):
+        costs = LayerCosts(loop_of, 4, request_on(two_nodes()), options)
+        costs._sizes = {4: set()}
+        for m, size in sizes:
+            costs.plan_more(m, [(1, size)])
+        return costs
+
+    seconds = costs_planned_on([(planned, 4)]).table(count, options).seconds[place, 0, -1]
+    known = costs_planned_on([(count, math.prod(submesh))]).table(count, options).seconds[place, 0, -1]
+    assert 0.2 * known < seconds <= known * (1 + 1e-9)

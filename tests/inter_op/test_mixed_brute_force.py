@@ -18,6 +18,8 @@ from autopar.cost_model.device import Device, slowest_device
 from autopar.cost_model.machine import Cluster, NodeKind
 from autopar.cost_model.tiers import Tier
 from autopar.errors import OutOfMemoryError
+from autopar.inter_op.candidates.timetables import Timetable
+from autopar.inter_op.candidates.tuning import TUNING
 from autopar.inter_op.costs_by_kind import KindsInOrder
 from autopar.inter_op.describe_pipeline import describe_pipeline
 from autopar.inter_op.dynamic_program.kinds import devices_of, kinds_of
@@ -27,8 +29,6 @@ from autopar.inter_op.plan_pipeline import schedule_for
 from autopar.inter_op.plan_stage import KnownStages
 from autopar.inter_op.plan_stages import StageRequest, plan_stages
 from autopar.inter_op.search import search_stages
-from autopar.inter_op.timetables import Timetable
-from autopar.inter_op.tuning import TUNING
 from autopar.intra_op.request import logical_meshes
 from autopar.layouts.mesh import LogicalMesh
 from autopar.pipeline_plan import PipelinePlan

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from autopar.errors import ArgumentError, OutOfMemoryError
+from autopar.inter_op.candidates.timetables import Timetable
+from autopar.inter_op.candidates.tuning import TUNING
 from autopar.inter_op.plan_stage import plan_program
 from autopar.inter_op.search import search_stages
-from autopar.inter_op.timetables import Timetable
-from autopar.inter_op.tuning import TUNING
 from autopar.stages.split_scans import split_scans
 from autopar.stages.time_loops import make_loops
 from tests.inter_op.test_search import request_on, traced_step, two_nodes

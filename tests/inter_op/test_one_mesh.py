@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import math
+import types
 
 import jax
 import pytest
@@ -9,8 +11,10 @@ import pytest
 import autopar
 from autopar.errors import OutOfMemoryError
 from autopar.explain import explain
-from autopar.inter_op import one_mesh
+from autopar.inter_op import attempts, one_mesh
+from autopar.inter_op.candidates.tuning import TUNING
 from autopar.intra_op.planner import plan_way
+from autopar.intra_op.shared_search import SharedSearch
 from autopar.layouts.mesh import LogicalMesh
 from autopar.solver.budget import Budget
 from tests.inter_op.test_search import arguments, request_on, step, traced_step, two_nodes
@@ -70,7 +74,7 @@ def test_where_constraints_keep_more_state_than_the_memory_no_other_way_is_plann
     state_bytes = sum(w.size * w.dtype.itemsize for w in jax.tree.leaves(weights))
     planned_ways = []
     monkeypatch.setattr(
-        one_mesh, "plan_way", lambda step, *rest: planned_ways.append(step.microbatches) or plan_way(step, *rest)
+        attempts, "plan_way", lambda step, *rest: planned_ways.append(step.microbatches) or plan_way(step, *rest)
     )
     with contextlib.suppress(OutOfMemoryError):
         planned(weights, x, constraints=constraints, memory_limit_bytes=int(0.9 * state_bytes))
@@ -102,7 +106,7 @@ def test_when_the_clock_ends_before_anything_fits_two_numbers_and_the_leanest_wa
             raise OutOfMemoryError("too large", needed_bytes=2 * limit, tensors=())
         return plan_way(step, request, shared)
 
-    monkeypatch.setattr(one_mesh, "plan_way", plan_and_stop)
+    monkeypatch.setattr(attempts, "plan_way", plan_and_stop)
     request = dataclasses.replace(request_on(two_nodes(), limit), meshes=(LogicalMesh.of((4,)),), budget=budget)
     options = {"num_microbatches": "auto", "recompute": "auto", "devices": 4}
     if len(ways) < 5:
@@ -134,9 +138,20 @@ def test_a_number_of_microbatches_that_failed_is_not_planned_again_where_larger_
     options = {"constraints": autopar.data_parallel(), "recompute": "none"}
     limit, planned_ways = int(part * planned(weights, x, **options).peak_bytes), []
     monkeypatch.setattr(
-        one_mesh, "plan_way", lambda step, *rest: planned_ways.append(step.microbatches) or plan_way(step, *rest)
+        attempts, "plan_way", lambda step, *rest: planned_ways.append(step.microbatches) or plan_way(step, *rest)
     )
     with pytest.raises(OutOfMemoryError):
         planned(weights, x, **options, memory_limit_bytes=limit)
     assert planned_ways[:-1] == tried
     assert planned_ways[-1] == 32, "what failed at little cost is planned again at any"
+
+
+@pytest.mark.parametrize(("left_s", "best_s", "is_over"), [(4.0, 1.0, True), (6.0, 1.0, False), (4.0, math.inf, False)])
+def test_another_way_is_not_begun_where_the_clock_leaves_half_of_what_the_last_one_took(left_s, best_s, is_over):
+    request = types.SimpleNamespace(budget=types.SimpleNamespace(is_over=False, seconds_left=left_s))
+    ways = attempts.Attempts(request, SharedSearch(best_s=best_s), tuning=dataclasses.replace(TUNING, begun=0.5))
+    with ways.timed():
+        pass
+    assert not ways.is_over
+    ways._took_s = 10.0
+    assert ways.is_over is is_over

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import time
 import types
 
 import jax
@@ -13,9 +14,9 @@ from autopar.errors import OutOfMemoryError
 from autopar.explain import explain
 from autopar.explain.units import seconds_text
 from autopar.inter_op import one_or_stages
+from autopar.inter_op.candidates.tuning import TUNING
 from autopar.inter_op.one_or_stages import stages_may_pay
 from autopar.inter_op.plan_pipeline import PipelineWishes
-from autopar.inter_op.tuning import TUNING
 from autopar.intra_op.tuning import TUNING as INSIDE
 from autopar.layouts.mesh import LogicalMesh
 from autopar.pipeline_plan import PipelinePlan, plan_from_json
@@ -274,9 +275,30 @@ def test_one_mesh_is_planned_first_in_the_number_of_microbatches_in_which_one_st
         def search_stages(self):
             return found
 
+        def has_time_for_one_mesh(self):
+            return True
+
         def plan_mesh_below(self, beat_s, promising):
             asked.append((beat_s, promising and promising.microbatches))
             raise OutOfMemoryError("nothing fits")
 
     assert one_or_stages._plan_stages_first(Comparison()) is found.pipeline
     assert asked == [(step_s, microbatches)]
+
+
+@pytest.mark.parametrize(
+    ("left_s", "is_over", "has_time"), [(math.inf, False, True), (0.001, False, False), (1.0, True, False)]
+)
+def test_one_mesh_is_not_begun_where_its_excess_alone_took_longer_than_the_clock_leaves(
+    monkeypatch, left_s, is_over, has_time
+):
+    monkeypatch.setattr(one_or_stages, "far_excess", lambda *_: time.sleep(0.01) or 2.0)
+    budget = types.SimpleNamespace(is_over=is_over, seconds_left=left_s)
+    comparison = one_or_stages._OneOrStages(
+        traced=None,
+        wishes=types.SimpleNamespace(num_microbatches="auto", recompute="auto"),
+        request=types.SimpleNamespace(budget=budget),
+        devices=4,
+        tuning=TUNING,
+    )
+    assert comparison.has_time_for_one_mesh() is has_time

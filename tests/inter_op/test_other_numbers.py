@@ -7,8 +7,8 @@ import pytest
 
 from autopar.errors import OutOfMemoryError
 from autopar.inter_op import search_pipeline
+from autopar.inter_op.candidates.tuning import TUNING
 from autopar.inter_op.search import NotFaster
-from autopar.inter_op.tuning import TUNING
 from autopar.solver.budget import Budget, LateError
 
 LATE = -1.0

@@ -6,11 +6,11 @@ import pytest
 
 from autopar.errors import OutOfMemoryError
 from autopar.inter_op import compare_timetables, given_stages
+from autopar.inter_op.candidates.tuning import TUNING
 from autopar.inter_op.compare_timetables import plan_best_pipeline
 from autopar.inter_op.given_stages import plan_given_stages
 from autopar.inter_op.plan_pipeline import PipelineWishes, plan_pipeline
 from autopar.inter_op.search_pipeline import OneStage, SearchedPipeline
-from autopar.inter_op.tuning import TUNING
 from autopar.layouts.mesh import LogicalMesh
 from autopar.solver.budget import Budget, LateError
 from tests.inter_op.test_search import arguments, request_on, traced_step, two_nodes

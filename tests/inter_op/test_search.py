@@ -11,14 +11,14 @@ import pytest
 import autopar
 from autopar.cost_model.hardware import preset
 from autopar.errors import ArgumentError, OutOfMemoryError
+from autopar.inter_op.candidates.timetables import Timetable
+from autopar.inter_op.candidates.tuning import TUNING
 from autopar.inter_op.plan_pipeline import PipelineWishes
 from autopar.inter_op.plan_stage import plan_program
 from autopar.inter_op.plan_stages import StageRequest, plan_stages
 from autopar.inter_op.planned_layers import PlannedLayers
 from autopar.inter_op.search import search_stages
 from autopar.inter_op.search_pipeline import search_pipeline
-from autopar.inter_op.timetables import Timetable
-from autopar.inter_op.tuning import TUNING
 from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.request import PlanRequest
 from autopar.layouts.constraints import Constraints

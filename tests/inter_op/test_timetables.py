@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from autopar.inter_op.timetables import (
+from autopar.inter_op.candidates.timetables import (
     Timetable,
     counts_around,
     latency_share,
@@ -14,7 +14,7 @@ from autopar.inter_op.timetables import (
     seconds_at,
     usual_microbatches,
 )
-from autopar.inter_op.tuning import TUNING
+from autopar.inter_op.candidates.tuning import TUNING
 
 
 def test_two_planned_numbers_tell_exactly_about_others_if_costs_are_latency_and_work():

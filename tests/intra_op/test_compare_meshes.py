@@ -8,15 +8,17 @@ import pytest
 
 from autopar.cost_model.hardware import find_cluster
 from autopar.errors import OutOfMemoryError
-from autopar.inter_op.one_mesh import Slower, plan_on_one_mesh
+from autopar.inter_op.attempts import Slower
+from autopar.inter_op.one_mesh import plan_on_one_mesh
 from autopar.intra_op import compare_meshes
-from autopar.intra_op.compare_meshes import Beaten, MeshComparison, SharedSearch
+from autopar.intra_op.compare_meshes import MeshComparison
 from autopar.intra_op.lowering.named_strategies import choose_by_name
 from autopar.intra_op.mesh_search import MeshSearch
 from autopar.intra_op.out_of_memory import NothingFits
 from autopar.intra_op.planner import plan_step, plan_way
 from autopar.intra_op.request import distinct_meshes, logical_meshes
 from autopar.intra_op.restore import restore
+from autopar.intra_op.shared_search import Beaten, SharedSearch
 from autopar.intra_op.tuning import Tuning
 from autopar.layouts.mesh import LogicalMesh
 from autopar.plan import Candidate
@@ -128,6 +130,20 @@ def test_a_first_plan_does_not_wait_for_a_bound(monkeypatch):
     assert plan_way(step, request, SharedSearch()).plan.lower_bound_s > 0
     assert order[0] == "plan"
     assert "bound" in order
+
+
+@pytest.mark.parametrize("least_gain", [0.0, 0.99])
+def test_meshes_of_a_large_step_have_no_bounds_where_one_is_left_with_that_of_its_work(monkeypatch, least_gain):
+    """The least of all bounds is that one, whether the others have better ones or not."""
+    step, request = question(tuning=Tuning(large=0, least_gain=least_gain))
+    bounded, least_s = [], MeshSearch.least_s
+    monkeypatch.setattr(MeshSearch, "least_s", lambda search: bounded.append(search.mesh) or least_s(search))
+    plan = plan_way(step, request, SharedSearch()).plan
+    are_left = [mesh for mesh in request.meshes if len(mesh.shape) == 3 and mesh not in bounded]
+    assert bool(are_left) == (least_gain > 0.5)
+    assert bool(bounded) == (least_gain < 0.5)
+    small = dataclasses.replace(request, tuning=dataclasses.replace(request.tuning, large=10**9))
+    assert 0 < plan.lower_bound_s <= plan_way(step, small, SharedSearch()).plan.lower_bound_s * (1 + 1e-9)
 
 
 def test_what_a_way_has_proven_is_known_to_the_next():

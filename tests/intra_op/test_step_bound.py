@@ -18,10 +18,10 @@ from autopar.cost_model.hardware import Cluster
 from autopar.cost_model.machine import Overlap
 from autopar.intra_op.choices.least_costs import least_costs
 from autopar.intra_op.choices.least_work import find_work
-from autopar.intra_op.compare_meshes import SharedSearch
 from autopar.intra_op.mesh_search import MeshSearch
 from autopar.intra_op.planner import plan_way
 from autopar.intra_op.request import logical_meshes
+from autopar.intra_op.shared_search import SharedSearch
 from autopar.layouts.mesh import LogicalMesh
 from autopar.microbatches.counts import cut_into_microbatches
 from autopar.solver.outcomes import Chosen

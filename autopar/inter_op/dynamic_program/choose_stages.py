@@ -190,18 +190,18 @@ class _FamilySearch:
 
     def __init__(self, family: Family, best: _Best) -> None:
         self.family, self.best = family, best
-        self.table = self.strict_table(family.least_in_flight())
+        self.table = family.least_s(family.least_in_flight())
         self.quick = self.table.min(axis=3)
-        self.once = family.problem.costs.once_s * family.chunks
-        self.transfer = family.transfer_s
+        self.once = family.merged.problem.costs.once_s * family.chunks
+        self.transfer = family.merged.transfer_s
         self.least_b = min(family.slowest)
         self.known: dict[int, list[tuple[float, float]]] = {count: [] for count in family.counts}
         """By S: limits of t, and F under them with the microbatches in flight of that S."""
-        self.least_once = quick(np.where(np.isfinite(self.quick), self.once, np.inf), family, np.maximum)
+        self.least_once = quick(np.where(np.isfinite(self.quick), self.once, np.inf), family.merged, np.maximum)
 
     def run(self) -> None:
         """Offer the best choices of the family to `best`."""
-        least = quick(self.quick, self.family, np.maximum)
+        least = quick(self.quick, self.family.merged, np.maximum)
         if not math.isfinite(least):
             return
         self.times = np.unique(self.quick[np.isfinite(self.quick) & (self.quick >= least)])
@@ -211,11 +211,6 @@ class _FamilySearch:
             if found is None:
                 return
             once_s = float(np.nextafter(self.max_once(found), -math.inf))
-
-    def strict_table(self, in_flight: Sequence[float]) -> np.ndarray:
-        """t (option, k, j, r - 1) with this many microbatches in flight; infinite if a stage does not fit."""
-        fits = self.family.bytes(in_flight) <= self.family.problem.memory_bytes
-        return self.family.stage_s(self.family.open_places()[..., : len(in_flight)] & fits)
 
     def known_floor(self, count: int, stage_s: float) -> float:
         """A bound on F of that S under a limit of t: what is known under a larger limit, which leaves no less choice."""
@@ -230,20 +225,21 @@ class _FamilySearch:
 
     def max_once(self, stages: Stages) -> float:
         """max o."""
-        return max(float(self.once[z, i, j]) for i, j, z in stages)
+        once_s = self.family.problem.costs.once_s * self.family.chunks
+        return max(float(once_s[z, i, j]) for i, j, z in stages)
 
     def pipeline_s(self, stages: Stages) -> float:
         """T without max o."""
-        count = len(stages)
-        times = [float(self.table[z, i, j, count - 1 - s]) for s, (i, j, z) in enumerate(stages)]
-        sent = sum(float(self.transfer[z, i, j]) for i, j, z in stages)
-        return self.family.fill * sum(times) + sent + self._b(count) * max(times)
+        seconds, transfer_s = self.family.problem.costs.seconds, self.family.transfer_s
+        times = [float(seconds[z, i, j]) for i, j, z in stages]
+        sent = sum(float(transfer_s[z, i, j]) for i, j, z in stages)
+        return self.family.fill * sum(times) + sent + self._b(len(stages)) * max(times)
 
     def _b(self, count: int) -> float:
         return self.family.slowest[self.family.counts.index(count)]
 
     def apply_limits(self, table: np.ndarray, *, stage_s: float, once_s: float) -> np.ndarray:
-        """a t + c of a table of t; infinite if a stage exceeds a limit."""
+        """a t + c of a table of t of groups; infinite if a stage exceeds a limit."""
         once, transfer = (one if table.ndim == 3 else one[..., None] for one in (self.once, self.transfer))
         return np.where((table <= stage_s) & (once <= once_s), self.family.fill * table + transfer, np.inf)
 
@@ -291,7 +287,7 @@ class _Round:
             waiting += [(middle, high, floor), (low, middle, max(here, floor))]
 
     def _floor(self, stage_s: float) -> float:
-        return quick(self._apply_limits(self.search.quick, stage_s), self.family, np.add)
+        return quick(self._apply_limits(self.search.quick, stage_s), self.family.merged, np.add)
 
     def _try(self, stage_s: float) -> float:
         """Offer the best choices under a limit of t; returns a bound on F under it."""
@@ -299,14 +295,14 @@ class _Round:
         if not math.isfinite(floor) or floor + self.search.least_b * stage_s > self._worth:
             return floor
         table = self._apply_limits(self.search.table, stage_s)
-        best = exact(table, self.family, np.add)
+        best = exact(table, self.family.merged, np.add)
         counts, slowest = self.family.counts, np.array(self.family.slowest)
         sums = best[0, list(counts), -1]
         sums = np.maximum(sums, [self.search.known_floor(count, stage_s) for count in counts])
         alone: dict[int, Stages] = {}
         while (values := sums + slowest * stage_s).min() <= self._worth and math.isfinite(values.min()):
             at = int(np.argmax(values <= values.min() * (1 + TIE)))
-            stages = alone.get(at) or stages_of(best, table, family=self.family, count=counts[at], combine=np.add)
+            stages = alone.get(at) or self._stages_of(best, table, counts[at], self.family.least_in_flight())
             if at in alone or self.search.fits(stages):
                 self._offer(stages)
                 break
@@ -316,19 +312,24 @@ class _Round:
 
     def _alone(self, count: int, stage_s: float) -> tuple[float, Stages]:
         """F of one S with its own microbatches in flight, and the stages, if any fit."""
-        strict = self.search.strict_table(self.family.in_flight[count])
+        in_flight = self.family.in_flight[count]
+        strict = self.family.least_s(in_flight)
         table = self._apply_limits(strict, stage_s)
-        best = exact(table, self.family, np.add)
+        best = exact(table, self.family.merged, np.add)
         value = float(best[0, count, -1])
         known = self.search.known[count]
         if math.isfinite(value):
             known.append((stage_s, value))
-            return value, stages_of(best, table, family=self.family, count=count, combine=np.add)
+            return value, self._stages_of(best, table, count, in_flight)
         if not known:  # whether slower stages fit is asked once
-            at_all = exact(self._apply_limits(strict, math.inf), self.family, np.add)[0, count, -1]
+            at_all = exact(self._apply_limits(strict, math.inf), self.family.merged, np.add)[0, count, -1]
             known.append((math.inf, float(at_all)))
         known.append((stage_s, math.inf))
         return value, ()
+
+    def _stages_of(self, best: np.ndarray, table: np.ndarray, count: int, in_flight: Sequence[float]) -> Stages:
+        found = stages_of(best, table, family=self.family.merged, count=count, combine=np.add)
+        return self.family.options_of(found, in_flight)
 
     def _apply_limits(self, table: np.ndarray, stage_s: float) -> np.ndarray:
         return self.search.apply_limits(table, stage_s=stage_s, once_s=self.once_s)

@@ -45,13 +45,12 @@ def count_ruled_out(families: Sequence[Family], slowest_s: float) -> RuledOut:
         np.triu(np.ones((problem.layers, problem.layers + 1), bool), 1), problem.costs.seconds.shape
     )
     planned = np.isfinite(problem.costs.seconds) & spans
-    open_, fits, fast = (np.zeros_like(planned) for _ in range(3))
+    open_, fits = (np.zeros_like(planned) for _ in range(2))
     for family in families:
-        places = family.open_places()
-        within = places & (family.bytes(family.least_in_flight()) <= problem.memory_bytes)
-        open_ |= places.any(axis=3)
-        fits |= within.any(axis=3)
-        fast |= (family.stage_s(within) <= slowest_s * (1 + TIE)).any(axis=3)
+        for z in range(len(problem.options)):
+            open_[z] |= family.open_places(z).any(axis=2)
+            fits[z] |= family.fits(z, family.least_in_flight()).any(axis=2)
+    fast = fits & (problem.costs.seconds <= slowest_s * (1 + TIE))
     counts = [int(part.sum()) for part in (spans, planned, open_, fits, fast)]
     no_plan, decided, memory, too_slow = (more - fewer for more, fewer in itertools.pairwise(counts))
     return RuledOut(considered=counts[0], no_plan=no_plan, decided=decided, memory=memory, too_slow=too_slow)
@@ -74,7 +73,9 @@ def explain_out_of_memory(problem: StageProblem, families: Sequence[Family]) -> 
     for family in families:
         for count in family.counts:
             kept = family.in_flight[count]
-            table = np.where(family.open_places()[..., :count], family.bytes(kept), np.inf)
+            options = range(len(problem.options))
+            needs = [np.where(family.open_places(z)[..., :count], family.bytes(z, kept), np.inf) for z in options]
+            table = np.stack(needs)
             if quick(table.min(axis=3), family, np.maximum) < least:
                 best = exact(table, family, np.maximum)
                 if best[0, count, -1] < least:

@@ -12,11 +12,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from types import EllipsisType
 from typing import TypeAlias
 
 import numpy as np
 
-from autopar.inter_op.dynamic_program.problem import Manual, StageProblem
+from autopar.inter_op.dynamic_program.problem import CostTable, Manual, StageProblem
+from autopar.inter_op.dynamic_program.submeshes import Submesh
 from autopar.schedules.schedules import NAMED_SCHEDULES, most_in_flight, most_together
 
 TIE = 1e-12
@@ -65,7 +67,8 @@ class Family:
     @property
     def is_possible(self) -> bool:
         """Whether there is a choice, memory aside."""
-        return math.isfinite(quick(self.stage_s(self.open_places()).min(axis=3), self, np.add))
+        is_open = np.stack([self.open_places(z).any(axis=2) for z in range(len(self.problem.options))])
+        return math.isfinite(quick(np.where(is_open, self.problem.costs.seconds, np.inf), self, np.add))
 
     @property
     def may_fit(self) -> bool:
@@ -82,8 +85,9 @@ class Family:
             min(self.in_flight[count][r] for count in self.counts if count > r) for r in range(max(self.counts))
         )
 
-    def open_places(self) -> np.ndarray:
-        """Booleans (option, k, j, r - 1): whether there is a plan, and whether the user's decisions leave it."""
+    @functools.cached_property
+    def _spans(self) -> np.ndarray:
+        """Booleans (k, j, r - 1): the layers that the r-th stage from the end may have, by the user's decisions."""
         layers, places = self.problem.layers, max(self.counts)
         spans = np.zeros((layers, layers + 1, places), bool)
         spans[:, layers, 0] = True
@@ -95,23 +99,69 @@ class Family:
             wanted = np.zeros((layers, layers + 1, 1), bool)
             wanted[bounds[:-1], bounds[1:]] = True
             spans &= wanted
-        allowed = np.ones((len(self.problem.options), places), bool)
+        return spans & np.triu(np.ones((layers, layers + 1), bool), 1)[..., None]
+
+    def open_places(self, option: int) -> np.ndarray:
+        """Booleans (k, j, r - 1): whether there is a plan, and whether the user's decisions leave it."""
+        places, has_plan = self._spans, np.isfinite(self.problem.costs.seconds[option])
         if self.manual.submeshes is not None:
-            chosen = self.manual.submeshes * self.chunks
-            allowed = np.array([[option == submesh for submesh in chosen[::-1]] for option in self.problem.options])
-        has_plan = np.isfinite(self.problem.costs.seconds) & np.triu(np.ones((layers, layers + 1), bool), 1)
-        return np.asarray(spans[None] & allowed[:, None, None, :] & has_plan[..., None])
+            chosen = (self.manual.submeshes * self.chunks)[::-1]
+            places = places & np.array([self.problem.options[option] == submesh for submesh in chosen])
+        return np.asarray(places & has_plan[..., None])
 
-    def bytes(self, in_flight: Sequence[float]) -> np.ndarray:
-        """Peak bytes per device (option, k, j, r - 1), as if all chunks of the mesh were like this one."""
+    def bytes(self, option: int, in_flight: Sequence[float]) -> np.ndarray:
+        """Peak bytes per device (k, j, r - 1), as if all chunks of the mesh were like this one."""
+        return self._bytes((option, ..., None), np.array(in_flight))
+
+    def _bytes(self, where: tuple[int | EllipsisType | None, ...], kept: np.ndarray | float) -> np.ndarray:
         costs = self.problem.costs
-        kept = costs.activation_bytes[..., None] * np.array(in_flight)
-        working = costs.working_bytes[..., None] / self.chunks
-        return np.asarray((costs.weight_bytes[..., None] + kept + working) * self.chunks)
+        working = costs.working_bytes[where] / self.chunks
+        each = costs.weight_bytes[where] + costs.activation_bytes[where] * kept + working
+        return np.asarray(each * self.chunks)
 
-    def stage_s(self, places: np.ndarray) -> np.ndarray:
-        """t (option, k, j, r - 1), infinite outside `places`."""
-        return np.where(places, self.problem.costs.seconds[..., None], np.inf)
+    def fits(self, option: int, in_flight: Sequence[float]) -> np.ndarray:
+        """Booleans (k, j, r - 1): whether a stage may stand there, with so many microbatches in flight."""
+        within = self.bytes(option, in_flight) <= self.problem.memory_bytes
+        return np.asarray(self.open_places(option)[..., : len(in_flight)] & within)
+
+    @functools.cached_property
+    def alike(self) -> tuple[tuple[int, ...], ...]:
+        """Options of one submesh that differ in their seconds and bytes alone, such as with and without recomputation.
+
+        Of those of a group that fit, the fastest is at least as good as the others.
+        """
+        costs, groups = self.problem.costs, dict[tuple[Submesh, bytes, bytes], list[int]]()
+        for z, option in enumerate(self.problem.options):
+            groups.setdefault((option, costs.once_s[z].tobytes(), costs.transfer_s[z].tobytes()), []).append(z)
+        return tuple(map(tuple, groups.values()))
+
+    @functools.cached_property
+    def merged(self) -> Family:
+        """The family as if each group of `alike` were the first of its options."""
+        firsts = [group[0] for group in self.alike]
+        costs = {field.name: getattr(self.problem.costs, field.name)[firsts] for field in dataclasses.fields(CostTable)}
+        options = tuple(self.problem.options[z] for z in firsts)
+        return dataclasses.replace(
+            self, problem=dataclasses.replace(self.problem, options=options, costs=CostTable(**costs))
+        )
+
+    def least_s(self, in_flight: Sequence[float]) -> np.ndarray:
+        """t (group of `alike`, k, j, r - 1) with this many microbatches in flight; infinite where nothing fits."""
+        layers, seconds = self.problem.layers, self.problem.costs.seconds
+        found = np.full((len(self.alike), layers, layers + 1, len(in_flight)), np.inf)
+        for least, group in zip(found, self.alike, strict=True):
+            for z in group:
+                np.minimum(least, np.where(self.fits(z, in_flight), seconds[z][..., None], np.inf), out=least)
+        return found
+
+    def options_of(self, stages: Stages, in_flight: Sequence[float]) -> Stages:
+        """Stages of groups of `alike`, each with the first option of its group that fits its place and is fastest."""
+        seconds, limit = self.problem.costs.seconds, self.problem.memory_bytes
+        found = []
+        for kept, (i, j, group) in zip(reversed(in_flight[: len(stages)]), stages, strict=True):
+            left = [z for z in self.alike[group] if self._bytes((z, i, j), kept) <= limit]
+            found.append((i, j, min(left, key=lambda z: float(seconds[z, i, j]))))
+        return tuple(found)
 
     @property
     def transfer_s(self) -> np.ndarray:
@@ -203,43 +253,59 @@ def _least_by_size(table: np.ndarray, family: Family) -> tuple[np.ndarray, _Unit
     return np.stack(least) if least else np.empty((0, *table.shape[1:])), found
 
 
+def _devices_that_matter(usable: np.ndarray, units: _Units) -> list[tuple[int, int]]:
+    """For each k, the fewest devices on which layers from k on can run, and the most that the layers before k leave them.
+
+    `usable`: booleans (option, k, j). A F of another number of devices is infinite, or leads to no choice on all of them.
+    """
+    options, layers, ends = usable.shape
+    sizes = np.array(units.sizes).reshape(options, 1)
+    after, before = (np.full(ends, units.total + 1) for _ in range(2))
+    after[layers] = before[0] = 0
+    for k in range(layers - 1, -1, -1):
+        after[k] = np.where(usable[:, k], sizes + after, units.total + 1).min(initial=units.total + 1)
+    for j in range(1, ends):
+        before[j] = np.where(usable[:, :, j], sizes + before[:-1], units.total + 1).min(initial=units.total + 1)
+    return [(int(low), units.total - int(high)) for low, high in zip(after, before, strict=True)]
+
+
 def quick(table: np.ndarray, family: Family, combine: np.ufunc) -> float:
     """F(any, 0, D) of a table (option, k, j): stages may stand at any place. With `np.maximum`: the least largest value."""
     table, units = _least_by_size(table, family)
     options, layers, _ = table.shape
     if not options:
         return math.inf
-    total = units.total
-    rest = np.full((options, layers + 1, total + 1), np.inf)
-
-    def put(k: int, best: np.ndarray) -> None:
+    usable, total = np.isfinite(table), units.total
+    best = np.full((layers + 1, total + 1), np.inf)
+    best[layers, 0] = 0.0
+    for k, (fewest, most) in reversed([*enumerate(_devices_that_matter(usable, units)[:-1])]):
         for z, (size, (first, end)) in enumerate(zip(units.sizes, units.reach, strict=True)):
-            if first + size <= end:
-                rest[z, k, first + size : end + 1] = best[first : end + 1 - size]
-
-    best = np.where(np.arange(total + 1) == 0, 0.0, np.inf)
-    for k in range(layers, 0, -1):
-        put(k, best)
-        best = combine(table[:, k - 1, k:, None], rest[:, k:, :]).min(axis=(0, 1))
-    return float(best[total])
+            low, high = max(first + size, fewest), min(end, most) + 1
+            if low < high and (ways := np.flatnonzero(usable[z, k])).size:
+                behind = best[ways[0] : ways[-1] + 1, low - size : high - size]
+                here, seconds = best[k, low:high], table[z, k, ways[0] : ways[-1] + 1, None]
+                np.minimum(here, combine(seconds, behind).min(axis=0), out=here)
+    return float(best[0, total])
 
 
 def exact(table: np.ndarray, family: Family, combine: np.ufunc) -> np.ndarray:
-    """F[k, r, d] of a table (option, k, j, r - 1); d is in units (`_count_in_units`), so [0, S, -1] is F(S, 0, D)."""
+    """F[k, r, d] of a table (option, k, j, r - 1); d is in units (`_count_in_units`), so [0, S, -1] is F(S, 0, D).
+
+    Infinite for those d that lead to no choice on all devices.
+    """
     table, units = _least_by_size(table, family)
-    _, layers, ends, places = table.shape
+    _, layers, _, places = table.shape
     best = np.full((layers + 1, places + 1, units.total + 1), np.inf)
     best[layers, 0, 0] = 0.0
     usable = np.isfinite(table).any(axis=3)
-    for k in range(layers - 1, -1, -1):
-        most = min(places, layers - k)
+    for k, (fewest, most) in reversed([*enumerate(_devices_that_matter(usable, units)[:-1])]):
+        turns = min(places, layers - k)
         for z, (size, (first, end)) in enumerate(zip(units.sizes, units.reach, strict=True)):
-            if first + size > end or not usable[z, k].any():
-                continue
-            low, high = int(usable[z, k].argmax()), ends - int(usable[z, k, ::-1].argmax())
-            behind = best[low:high, :most, first : end + 1 - size]
-            here = best[k, 1 : most + 1, first + size : end + 1]
-            np.minimum(here, combine(table[z, k, low:high, :most, None], behind).min(axis=0), out=here)
+            low, high = max(first + size, fewest), min(end, most) + 1
+            if low < high and (ways := np.flatnonzero(usable[z, k])).size:
+                behind = best[ways[0] : ways[-1] + 1, :turns, low - size : high - size]
+                here, seconds = best[k, 1 : turns + 1, low:high], table[z, k, ways[0] : ways[-1] + 1, :turns, None]
+                np.minimum(here, combine(seconds, behind).min(axis=0), out=here)
     return best
 
 

@@ -21,7 +21,7 @@ from typing import cast
 
 import numpy as np
 
-from autopar.inter_op.tuning import TUNING, Tuning
+from autopar.inter_op.candidates.tuning import TUNING, Tuning
 from autopar.schedules.schedules import NAMED_SCHEDULES, TRAINING, Open, ScheduleName, interleaves
 
 

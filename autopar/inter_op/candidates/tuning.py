@@ -17,6 +17,10 @@ class Tuning:
     """Part of the step's time without a limit that a memory limit may cost before microbatches and recomputation are compared.
     A larger part plans faster and keeps dearer plans. `tests/inter_op/test_one_mesh.py` compares with every way by hand."""
 
+    begun: float = 0.5
+    """Where there is a plan, another way to run the step is only begun if the clock leaves this part of what the last one took.
+    GPT-39B on 64 V100s (`benchmarks/planning_ordinary.py`) made another step for 27 s, of which the clock left two."""
+
     # One mesh or stages: `one_or_stages.py`. "Stages on one node" in benchmarks/README.md holds the measured planning times.
     surely_slower: float = 1.3
     """Across nodes, one mesh is not planned if one stage, as the sum of its layers, takes this many times the best stages' time.

@@ -1,0 +1,201 @@
+"""The ways to run a step on one mesh that have been planned, and what each takes.
+
+In: steps, each in its number of microbatches and with its recomputation. Out: the fastest plan, or `Slower`. What can go wrong:
+nothing fits; the error of the way that needs the least memory says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypedDict
+
+from autopar.avals import itemsize_of
+from autopar.errors import ConstraintError, OutOfMemoryError
+from autopar.inter_op.candidates.tuning import Tuning
+from autopar.intra_op.choices.allowed_values import allowed_inputs
+from autopar.intra_op.planner import far_excess, plan_way
+from autopar.intra_op.request import PlannedStep, PlanRequest
+from autopar.intra_op.shared_search import Beaten, SharedSearch
+from autopar.layouts.mesh import LogicalMesh
+from autopar.plan import Alternative
+from autopar.program.step import Leaf, TracedStep
+from autopar.progress import Progress, enter, report
+from autopar.stages.recompute_layers import Repeated
+
+
+@dataclass(frozen=True)
+class Slower:
+    """No way on one mesh was found to be faster than the time to beat; `compared`: those that were looked at."""
+
+    compared: tuple[Alternative, ...]
+
+
+class Attempts:
+    """The ways that have been planned, what each takes, and the errors of those that cannot be."""
+
+    def __init__(self, request: PlanRequest, shared: SharedSearch, *, tuning: Tuning) -> None:
+        self._request, self.shared, self._tuning = request, shared, tuning
+        self._found: list[PlannedStep] = []
+        self._has_beaten = self.has_skipped = False
+        self._compared: list[Alternative] = []
+        self.late_looks = iter((True,))
+        self._took_s = 0.0
+        self._last: OutOfMemoryError | ConstraintError | None = None
+        self._smallest: tuple[TracedStep, Repeated | None] | None = None
+        self.errors: list[OutOfMemoryError | ConstraintError] = []
+
+    def prefer(self, meshes: Sequence[LogicalMesh]) -> None:
+        """From now on, look at these meshes before the others."""
+        others = tuple(mesh for mesh in self._request.meshes if mesh not in meshes)
+        first = tuple(mesh for mesh in meshes if mesh in self._request.meshes)
+        self._request = replace(self._request, meshes=(*first, *others))
+
+    def narrow_to_least_state(self, traced: TracedStep) -> None:
+        """Look at one mesh alone, that on which the state takes the least: what does not fit there fits nowhere."""
+        least = min(self._request.meshes, key=lambda mesh: least_held(traced, self._request, mesh))
+        self._request = replace(self._request, meshes=(least,))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is a plan, of this step on one mesh or in stages, and no time to look at another way."""
+        budget = self._request.budget
+        is_too_late = budget.is_over or budget.seconds_left < self._tuning.begun * self._took_s
+        return math.isfinite(self.shared.best_s) and is_too_late
+
+    @contextlib.contextmanager
+    def timed(self) -> Iterator[None]:
+        """A context in which one way is cut and planned: another one takes about as long."""
+        started = time.monotonic()
+        yield
+        self._took_s = time.monotonic() - started
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the time is over, and nothing fits so far."""
+        return not math.isfinite(self.shared.best_s) and self._request.budget.is_over
+
+    def goes_on(self) -> bool:
+        """Whether to plan another way: in time, and once more if nothing fits when the time is over."""
+        return not self.is_late or next(self.late_looks, False)
+
+    @property
+    def has_too_few_examples(self) -> bool:
+        """Whether the last way could not meet the constraints, which an earlier one with more examples at once could."""
+        return isinstance(self._last, ConstraintError)
+
+    def fastest(self) -> PlannedStep | None:
+        """The fastest way so far; None if none fits."""
+        return min(self._found, key=lambda one: one.plan.step_s, default=None)
+
+    def plan(self, step: TracedStep, repeated: Repeated | None) -> PlannedStep | Beaten | None:
+        """Plan one way and note it; None if nothing fits. `repeated`: the forward work that its backward does again."""
+        row = Alternative(num_stages=1, num_microbatches=step.microbatches, **_fields(repeated))
+        enter("planning on one mesh" + (f" in {step.microbatches} microbatches" if step.microbatches > 1 else ""))
+        try:
+            self._last = None
+            planned = plan_way(step, self._request, self.shared)
+        except (OutOfMemoryError, ConstraintError) as error:
+            self._last = error
+            if isinstance(error, OutOfMemoryError):
+                self._smallest = (step, repeated)
+            if isinstance(error, ConstraintError) and not self._compared:
+                raise  # later ways have microbatches, whose few examples may not meet the constraints
+            self.errors.append(error)
+            self._compared.append(replace(row, obstacle=Alternative.obstacle_of(error)))
+            return None
+        if isinstance(planned, Beaten):
+            self._has_beaten = True
+            estimate_s = planned.at_least_s if planned.step_s is None else None
+            self._compared.append(replace(row, step_s=planned.step_s, estimate_s=estimate_s))
+            return planned
+        self._compared.append(replace(row, step_s=planned.plan.step_s, peak_bytes=planned.plan.peak_bytes))
+        self._found.append(replace(planned, plan=replace(planned.plan, **_fields(repeated))))
+        report(Progress(best_s=min(one.plan.step_s for one in self._found)), is_news=True)
+        return self._found[-1]
+
+    def plan_first(
+        self, step: TracedStep, repeated: Repeated | None, excess: float | None
+    ) -> PlannedStep | Beaten | None:
+        """As `plan`; what is far too large is noted as such, without a plan. `excess`: see `far_excess`."""
+        if excess is None:
+            excess = far_excess(step, self._request) if self.shared.has_other_ways else 0.0
+        if not excess:
+            return self.plan(step, repeated)
+        self.shared.first, self.shared.excess = step, excess
+        self._smallest = (step, repeated)
+        row = Alternative(num_stages=1, num_microbatches=step.microbatches, **_fields(repeated))
+        self._compared.append(replace(row, obstacle="memory"))
+        return None
+
+    def is_dear(self) -> bool:
+        """Whether nothing fits so far, or the memory limit costs much of the step's time."""
+        if not self._found:
+            return True
+        least_s = min(one.plan.unlimited_s for one in self._found)
+        return self.shared.best_s > (1 + self._tuning.dear) * least_s
+
+    def _explain(self) -> OutOfMemoryError | ConstraintError:
+        """The error that needs the least memory; if the clock has left ways out, it says so."""
+        error = min(self.errors, key=_needed_bytes)
+        if not (self.is_late and isinstance(error, OutOfMemoryError)):
+            return error
+        words = f"{error}\nplanning_seconds were over before all numbers of microbatches were tried: give more."
+        return OutOfMemoryError(words, needed_bytes=error.needed_bytes, tensors=error.tensors, is_settled=False)
+
+    def best(self) -> PlannedStep | Slower:
+        """The fastest way, with all that was compared in its plan. If none fits, raises the error that needs the least memory."""
+        if not self._found and (self._has_beaten or math.isfinite(self.shared.best_s)):
+            return Slower(tuple(self._compared))
+        if not self._found and self._smallest is not None and self.shared.has_other_ways:
+            self.shared.has_other_ways = False  # every way has failed at little cost: the last one again, at any
+            self.plan(*self._smallest)
+        if not self._found:
+            raise self._explain() from None
+        best = min(self._found, key=lambda one: one.plan.step_s)
+        compared = tuple(self._compared) if len(self._compared) > 1 else ()
+        left = () if not self._request.budget.is_over else ("more microbatches and recomputation",)
+        left = (*best.plan.not_compared, *(left if self.is_dear() or self.has_skipped else ()))
+        plan = replace(best.plan, compared=compared, not_compared=left, ended_early=bool(left))
+        return replace(best, plan=plan)
+
+
+def _fields(repeated: Repeated | None) -> _RepeatedFields:
+    """What a plan says of it."""
+    if repeated is None:
+        return {"recompute": False, "recomputed_layers": None, "keeps_named": False}
+    return {"recompute": True, "recomputed_layers": repeated.layers, "keeps_named": repeated.keeps_named}
+
+
+class _RepeatedFields(TypedDict):
+    recompute: bool
+    recomputed_layers: int | None
+    keeps_named: bool
+
+
+def least_held(traced: TracedStep, request: PlanRequest, mesh: LogicalMesh) -> float:
+    """Bytes of the state on each device in the layouts that take the least; infinite if the mesh cannot meet the constraints."""
+    try:
+        allowed = allowed_inputs(traced, mesh, request.constraints)
+    except ConstraintError:
+        return math.inf
+    pairs = ((leaf, of_leaf) for leaf, of_leaf in zip(traced.inputs, allowed, strict=True) if leaf.role != "batch")
+    return sum(
+        bytes_held([leaf]) / mesh.size
+        if of_leaf is None
+        else min(layout.local_bytes(leaf.shape, itemsize_of(leaf), mesh) for layout in of_leaf)
+        for leaf, of_leaf in pairs
+    )
+
+
+def bytes_held(leaves: Iterable[Leaf]) -> int:
+    """Bytes of these leaves, each counted once."""
+    return sum(math.prod(leaf.shape) * itemsize_of(leaf) for leaf in leaves)
+
+
+def _needed_bytes(error: OutOfMemoryError | ConstraintError) -> float:
+    """The memory limit that would do, as far as an error knows; infinite if it does not."""
+    return (isinstance(error, OutOfMemoryError) and error.needed_bytes) or math.inf

@@ -1,0 +1,1 @@
+"""What the outer search compares: timetables; and its tuned numbers."""
