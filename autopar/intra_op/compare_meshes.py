@@ -63,6 +63,7 @@ class MeshComparison:
         self.found_s: list[float] = []
         self.unlimited_s: list[float] = []
         self.more_axes_help = self._is_bound_lost = False
+        self._untouched: set[LogicalMesh] = set()
         self._took = 1, 0.0
         self._fastest = Least(shared.best_s)
         self._has_plan, self._is_planned_here = Flag(is_raised=math.isfinite(shared.best_s)), False
@@ -74,6 +75,7 @@ class MeshComparison:
         self.shared.excess = math.inf
         self.note_first()
         meshes = waiting = distinct_meshes(self.request, is_free=not asks_for_layouts(self.traced.program))
+        self._untouched = set(meshes)
         together = self.request.processes if self.worth.is_large else 1
         while waiting:
             now = waiting[:together]
@@ -164,11 +166,11 @@ class MeshComparison:
     def _needs_bound(self, evenly_divided_s: float) -> bool:
         """Whether a bound that holds for all ways matters: in a large step no longer where a mesh has that of its work alone.
 
-        It is the least of all, and a mesh of many axes is left for want of promise.
+        It is the least of all. A mesh of many axes that nobody has looked at will have it, for want of promise.
         """
         best_s = min(self.shared.best_s, self._fastest.value)
-        is_optional = any(len(mesh.shape) >= self.request.tuning.merged_axes for mesh in self.request.meshes)
-        is_left = is_optional and self.worth.leaves(best_s, evenly_divided_s + self._call_s())
+        waits = any(len(mesh.shape) >= self.request.tuning.merged_axes for mesh in self._untouched)
+        is_left = waits and self.worth.leaves(best_s, evenly_divided_s + self._call_s())
         return self.shared.is_bounded and not (self.worth.is_large and (self._is_bound_lost or is_left))
 
     def _is_rather_left(self) -> bool:
@@ -188,6 +190,7 @@ class MeshComparison:
     def _look_at(self, meshes: Sequence[LogicalMesh]) -> None:
         """Bound meshes, and plan those that their bounds do not rule out, side by side."""
         started = time.perf_counter()
+        self._untouched.difference_update(meshes)
         report(Progress(at=f"mesh {' and '.join(str(mesh.shape) for mesh in meshes)}"))
         found = run_side_by_side(
             [functools.partial(self._search, mesh) for mesh in meshes],

@@ -31,7 +31,7 @@ class Worth:
 
     def leaves(self, best_s: float, bound_s: float) -> bool:
         """Whether a mesh of many axes is left in a large step, with a plan of `best_s` and no step below `bound_s`."""
-        return self.is_large and best_s - bound_s <= self.tuning.least_gain * best_s
+        return self.is_large and math.isfinite(best_s) and best_s - bound_s <= self.tuning.least_gain * best_s
 
     def planning_s(self, best_s: float) -> float:
         """Below how many seconds a step on another mesh is worth planning, with a plan of `best_s`."""

@@ -20,6 +20,7 @@ from autopar.intra_op.request import distinct_meshes, logical_meshes
 from autopar.intra_op.restore import restore
 from autopar.intra_op.shared_search import Beaten, SharedSearch
 from autopar.intra_op.tuning import Tuning
+from autopar.intra_op.worth import Worth
 from autopar.layouts.mesh import LogicalMesh
 from autopar.plan import Candidate
 from autopar.solver.budget import SECONDS_PER_UNIT, Budget, LateError
@@ -144,6 +145,17 @@ def test_meshes_of_a_large_step_have_no_bounds_where_one_is_left_with_that_of_it
     assert bool(bounded) == (least_gain < 0.5)
     small = dataclasses.replace(request, tuning=dataclasses.replace(request.tuning, large=10**9))
     assert 0 < plan.lower_bound_s <= plan_way(step, small, SharedSearch()).plan.lower_bound_s * (1 + 1e-9)
+
+
+def test_a_mesh_of_many_axes_that_is_looked_at_has_its_bound(monkeypatch):
+    """Also one that was asked for by its shape, and where nothing better is known yet."""
+    step, request = question(tuning=Tuning(large=0, least_gain=0.99))
+    request = dataclasses.replace(request, meshes=(LogicalMesh.of((2, 2, 2)),))
+    assert not Worth(10**6, request.tuning).leaves(math.inf, 1.0)
+    shared = SharedSearch()
+    plan = plan_way(step, request, shared).plan
+    assert set(shared.least_s) == set(request.meshes)
+    assert plan.lower_bound_s >= min(plan.step_s, *shared.least_s.values()) > shared.work_s
 
 
 def test_what_a_way_has_proven_is_known_to_the_next():
