@@ -166,7 +166,11 @@ def test_where_stages_were_searched_and_are_slower_the_report_says_by_how_much()
     assert isinstance(plan, Plan)
     stages = [way for way in plan.compared if way.schedule]
     assert any(way.estimate_s is not None for way in stages)
-    assert all(way.estimate_s is not None or way.at_least_s is not None for way in stages)
+    figures = [way.step_s or way.estimate_s or way.at_least_s for way in stages]
+    assert all(figures)
+    assert min(way.step_s for way in stages if way.step_s is not None) > plan.step_s, (
+        "the best stages were planned as wholes"
+    )
     text = explain(plan)
     assert "1 microbatch is the fastest" in text
     assert " in stages in schedule " in text
