@@ -247,7 +247,7 @@ class MeshComparison:
                 request.budget.require_time()  # the clock may be why there is no plan
             return looked
         if math.isinf(shared.best_s):  # a plan late is better than none, and one in another way better than a late one
-            work = request.tuning.first_work if shared.has_other_ways else math.inf
+            work = request.tuning.first_work if shared.has_other_ways or not self._is_hurried else math.inf
             late = request.budget.clocked(work=work, once=self._has_plan) if self._is_hurried else Budget(work=work)
             request = dataclasses.replace(request, budget=late)
         try:

@@ -77,8 +77,10 @@ class Tuning:
     there is too little compute to hide communication behind (`benchmarks/small_programs.py`)."""
     first_work: float = 2.5e9
     """Units of work that the search on one mesh may take before there is a first plan, where the step may be run in other ways,
-    such as more microbatches. With twice as much, a mesh of 2 x 4 took 61 s of processor and found nothing, where one of 8 had a
-    plan after 10 (`benchmarks/planning_ordinary.py --tight`, gpt-v100)."""
+    such as more microbatches, or is a stage, in whose place others are chosen: those of GPT-39B take a tenth of it, and with
+    scans over its layers some took five times as much, when the clock had ended. With twice as much, a mesh of 2 x 4 took
+    61 s of processor and found nothing, where one of 8 had a plan after 10 (`benchmarks/planning_ordinary.py --tight`,
+    gpt-v100)."""
     limited_gap: float | None = None
     """The gap to its bound, relative, at which a plan within a memory limit is good enough; None: that of the solver. Stages have
     one of their own (`inter_op/candidates/tuning.py`)."""

@@ -158,6 +158,20 @@ def test_a_mesh_of_many_axes_that_is_looked_at_has_its_bound(monkeypatch):
     assert plan.lower_bound_s >= min(plan.step_s, *shared.least_s.values()) > shared.work_s
 
 
+@pytest.mark.parametrize(("is_stage", "has_other_ways"), [(True, False), (False, True), (False, False)])
+def test_a_first_plan_is_not_sought_for_ever_where_others_may_take_its_place(monkeypatch, is_stage, has_other_ways):
+    step, request = question()
+    allowed, init = [], MeshSearch.__init__
+
+    def note(search, traced, mesh, request, *rest, **options):
+        allowed.append(request.budget.work)
+        init(search, traced, mesh, request, *rest, **options)
+
+    monkeypatch.setattr(MeshSearch, "__init__", note)
+    plan_way(step, request, SharedSearch(is_bounded=not is_stage, has_other_ways=has_other_ways))
+    assert allowed[0] == (request.tuning.first_work if is_stage or has_other_ways else math.inf)
+
+
 def test_what_a_way_has_proven_is_known_to_the_next():
     step, request = question()
     shared = SharedSearch()
