@@ -157,7 +157,7 @@ class Attempts:
             raise self._explain() from None
         best = min(self._found, key=lambda one: one.plan.step_s)
         compared = tuple(self._compared) if len(self._compared) > 1 else ()
-        left = () if not self._request.budget.is_over else ("more microbatches and recomputation",)
+        left = ("more microbatches and recomputation",) if self.is_over else ()
         left = (*best.plan.not_compared, *(left if self.is_dear() or self.has_skipped else ()))
         plan = replace(best.plan, compared=compared, not_compared=left, ended_early=bool(left))
         return replace(best, plan=plan)

@@ -155,3 +155,15 @@ def test_another_way_is_not_begun_where_the_clock_leaves_half_of_what_the_last_o
     assert not ways.is_over
     ways._took_s = 10.0
     assert ways.is_over is is_over
+
+
+def test_a_plan_says_that_other_ways_were_not_begun_though_some_seconds_were_left(monkeypatch):
+    weights, x = arguments(32, batch=4096)
+    limit = int(0.25 * planned(weights, x).peak_bytes)
+    request = dataclasses.replace(request_on(two_nodes(), limit), meshes=(LogicalMesh.of((4,)),))
+    monkeypatch.setattr(attempts.Attempts, "is_over", property(lambda ways: ways.fastest() is not None))
+    monkeypatch.setattr(attempts.Attempts, "is_dear", lambda _: True)
+    options = {"num_microbatches": "auto", "recompute": "auto", "devices": 4}
+    plan = one_mesh.plan_on_one_mesh(traced_step(weights, x), request, **options).plan
+    assert plan.ended_early
+    assert plan.not_compared == ("more microbatches and recomputation",)
