@@ -3,7 +3,8 @@
 In: the chain of forward equations. Out: the places where layers begin, and which layers are the same. With U the bound on a
 layer's flops and c(p) the bytes that a cut before place p sends,
 
-    B(k, q) = min over p < q with flops(p, q) <= U, or q = p + 1, of B(k - 1, p) + c(p)       c(0) = 0
+    B(k, q) = min over p < q with flops(p, q) <= U, or q = p + 1, or next to nothing beside one equation,
+              of B(k - 1, p) + c(p)       c(0) = 0
     answer    min over k <= max_layers of B(k, n);  among equals the least sum of squared flops, then fewer and earlier cuts
 
 U is (1 + slack) total / max_layers. If no clustering with so few layers meets it, U is the smallest bound that can be met.
@@ -63,6 +64,7 @@ def cluster(
         cut_bytes=cut_bytes[places],
         forced=np.searchsorted(places, forced),
         max_layers=layers,
+        beside=tuning.same_place,
     )
     return task.solve(task.attainable(bound))
 
@@ -167,13 +169,17 @@ def _candidates(
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class _Clustering:
-    """Candidate places 0..C, flops before each, bytes of a cut there, numbers of those that must be cuts, layers allowed."""
+    """Candidate places 0..C, flops before each, bytes of a cut there, numbers of those that must be cuts, layers allowed.
+
+    `beside`: the part of the bound that a layer may have beside an equation above it.
+    """
 
     places: np.ndarray
     before: np.ndarray
     cut_bytes: np.ndarray
     forced: np.ndarray
     max_layers: int
+    beside: float
 
     def attainable(self, bound: float) -> float:
         """`bound`, or the least bound that `max_layers` layers can meet, to twelve digits."""
@@ -191,9 +197,23 @@ class _Clustering:
         starts = np.searchsorted(self.before, self.before - bound * (1 + 1e-12), side="left")
         alone = np.concatenate([[False], np.diff(self.places) == 1])
         starts = np.minimum(starts, np.where(alone, ends - 1, ends))
+        starts = np.minimum(starts, self._starts_with_heavy(np.flatnonzero(alone), bound))
         past = np.searchsorted(self.forced, ends, side="left")
         last_forced = np.concatenate([[0], self.forced])[past]
         return np.asarray(np.maximum(starts, last_forced))
+
+    def _starts_with_heavy(self, alone: np.ndarray, bound: float) -> np.ndarray:
+        """As `_starts`, of layers that have one equation and little beside it; itself if there is none.
+
+        `alone`: the candidates that are one equation behind the candidate before them.
+        """
+        starts, before = np.arange(len(self.places)), self.before
+        beside = self.beside * bound
+        for end in alone[np.diff(before)[alone - 1] > bound - beside].tolist():
+            last = int(np.searchsorted(before, before[end] + beside, side="right"))
+            left = before[end - 1] - (beside - (before[end:last] - before[end]))
+            starts[end:last] = np.searchsorted(before, left, side="left")
+        return starts
 
     def _layers_needed(self, bound: float) -> float:
         """The least number of layers that meet a bound: as long as possible from the end backwards."""

@@ -95,6 +95,18 @@ def test_an_equation_above_the_bound_is_a_layer_of_its_own():
     assert cluster(chain_of([1, 1, 90, 1, 1], [0, 2, 2, 2, 2]), max_layers=4) == (2, 3)
 
 
+@pytest.mark.parametrize("heavy", [25.1, 26.0, 90.0])
+def test_what_takes_next_to_nothing_stays_with_an_equation_above_the_bound(heavy):
+    """As a loss does with the logits, which are wider than what the blocks send. Of more of it there is a layer."""
+    blocks, sent_bytes = [12, 12] * 4, [0, 9] + [2, 9] * 3
+    head, sent_head = [heavy, 0.02, 0.02], [2, 40, 40]
+    most = (1 + 0.2) * (sum(blocks) + heavy) / 6
+    assert sum(head) - heavy < TUNING.same_place * most
+    assert cluster(chain_of(blocks + head, sent_bytes + sent_head), max_layers=6) == (2, 4, 6, 8)
+    head[2] = 2 * TUNING.same_place * most
+    assert not {9, 10}.isdisjoint(cluster(chain_of(blocks + head, sent_bytes + sent_head), max_layers=6))
+
+
 def test_blocks_that_are_equal_are_cut_alike_though_their_cheapest_bytes_occur_twice():
     block = [(500, 9), (300, 9), (0.5, 2), (0.5, 2)]
     flops, cut_bytes = zip(*(block * 4), strict=True)
