@@ -36,7 +36,8 @@ from autopar.schedules.in_flight import InFlight
 from autopar.stages.split_scans import split_scans
 from autopar.stages.time_loops import make_loops
 from tests import pipeline_steps
-from tests.inter_op.dynamic_program.test_choose_stages import chosen_of, fits, step_s
+from tests.inter_op.dynamic_program.brute_force import fits, step_s
+from tests.inter_op.dynamic_program.test_choose_stages import chosen_of
 from tests.inter_op.test_search import request_on, traced_step
 
 NODES = [((1, 2), (1, 2)), ((1, 2), (1, 4)), ((2, 2), (1, 2)), ((1, 1), (1, 2), (1, 1)), ((1, 4), (1, 1))]

@@ -2,38 +2,46 @@
 
 In: a `StageProblem`: what layers i..j-1 cost on each submesh that may be used, the cluster, the microbatches, the schedule.
 Out: a `StageChoice`: the stages in order, their submeshes, the predicted seconds of a step. Letters: B microbatches, S stages,
-t seconds of a stage per microbatch (forward and backward), c of the transfer to the next stage and back (all but the first are
-hidden), o its seconds once per step (reduction of gradients, update; all stages do theirs at the same time, so the slowest
+t seconds of a stage per microbatch (forward and backward), c of the transfer to the next stage and back, u from one microbatch
+to the next, o its seconds once per step (reduction of gradients, update; all stages do theirs at the same time, so the slowest
 counts), n its devices, D all. Then
 
-    T = a sum t + sum c + b(S) max t + max o
+    T = a sum t + sum c + b(S) max u + max o
 
               backward is one task     a = 1    b = B - 1       1f1b, gpipe and their like, and inference
               interleaved, v chunks    a = 1/v  b = v B - 1     a "stage" is a chunk, S = p v, all meshes equal, p divides B
               zb-h1                    a = 1/3  b = B - 1/3 + max(0, S - B)/3     the three kinds of task equally long
               one stage                a = 1    b = B - 1       no pipeline: a loop in one executable
 
-which for equal stages gives the bubbles (p - 1)/B, (p - 1)/(v B) and, for zb-h1, a third of the first. A stage fits if
-weights + f activations + work <= memory, f the microbatches in flight of its place in the schedule, work what its tasks need. Of
-v chunks on a mesh v weights + f activations + work <= memory, f of all chunks, which is exact where they are alike. Under
-limits max t <= x, max o <= y
+which for equal stages gives the bubbles (p - 1)/B, (p - 1)/(v B) and, for zb-h1, a third of the first. u is t, unless a stage
+waits for its microbatches to come back. The r-th stage from the end has f in flight, each of which takes as long as it takes
+through r stages like this one and back (Little's law; `tests/inter_op/dynamic_program/test_periods.py` simulates schedules):
 
-    F(r, k, d; x, y) = min over j > k and submeshes z, t(k, j, z) <= x, o(k, j, z) <= y, which fit as the r-th stage from the end,
+    u(r) = max(t, (r t + (r - 1) c) / f)               if f < B, and backward is one task
+    u(r) = max(t, ((2 r + 1) t / 3 + (r - 1) c) / r)   zb-h1, of whose weight gradients one is between two microbatches
+
+Interleaved schedules and inference are taken to wait for no transfer but the first. A stage fits if weights + f activations +
+work <= memory, f the microbatches in flight of its place in the schedule, work what its tasks need. Of v chunks on a mesh
+v weights + f activations + work <= memory, f of all chunks, which is exact where they are alike. Under limits max u <= x,
+max o <= y
+
+    F(r, k, d; x, y) = min over j > k and submeshes z, u(k, j, z) <= x, o(k, j, z) <= y, which fit as the r-th stage from the end,
                        of a t(k, j, z) + c(k, j, z) + F(r - 1, j, d - n(z); x, y)     F(0, L, 0) = 0
     T = min over y of (y + min over x of min over S of F(S, 0, D; x, y) + b(S) x)
 
-x: bisection over the distinct stage times, from the least that any choice reaches to the largest that can still pay. An interval
-is dropped if a F at its upper end plus b times its lower end is worse than the best known. A bound on F that ignores r (a stage
+x: bisection over the distinct u, from the least that any choice reaches to the largest that can still pay. An interval is
+dropped if a F at its upper end plus b times its lower end is worse than the best known. A bound on F that ignores r (a stage
 fits if it fits at any place) is quick; F itself is computed only if that bound allows. y: from infinity down; a choice that
 attains the minimum under y beats all others that do not have a smaller max o. `tolerance` also drops intervals that could gain
 less; `bound_s` is then the time that no choice beats. Ties: fewer stages, then earlier cuts, then earlier submeshes in the list.
 
-What can go wrong: costs may not add up over layers, so the caller plans the chosen stages as wholes. 1F1B and zb-h1 wait for the
-transfers of more than one microbatch; T leaves the others out, and the caller, who times the schedule, does not.
+What can go wrong: costs may not add up over layers, so the caller plans the chosen stages as wholes. A stage among unlike ones
+waits longer or shorter than among its like; the caller times the schedule.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -185,26 +193,45 @@ def _rank(stages: Stages) -> tuple[int, list[int], list[int]]:
     return len(stages), [i for i, _, _ in stages], [z for _, _, z in stages]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Table:
+    """t and u (group of `Family.alike`, k, j, r - 1), infinite where nothing fits; without r, the least of each at any place."""
+
+    stage_s: np.ndarray
+    period_s: np.ndarray
+
+    @classmethod
+    def of(cls, family: Family, in_flight: Sequence[float]) -> _Table:
+        """With so many microbatches in flight at each place."""
+        stage_s = family.least_s(in_flight)
+        return cls(stage_s, family.merged.periods(stage_s, family.merged.transfer_s[..., None], in_flight))
+
+    def at_any_place(self) -> _Table:
+        """The least of all places."""
+        return _Table(self.stage_s.min(axis=3), self.period_s.min(axis=3))
+
+
 class _FamilySearch:
     """The least T of one family; the module's text says how."""
 
     def __init__(self, family: Family, best: _Best) -> None:
         self.family, self.best = family, best
-        self.table = family.least_s(family.least_in_flight())
-        self.quick = self.table.min(axis=3)
+        self.table = _Table.of(family, family.least_in_flight())
+        self.quick = self.table.at_any_place()
         self.once = family.merged.problem.costs.once_s * family.chunks
         self.transfer = family.merged.transfer_s
         self.least_b = min(family.slowest)
         self.known: dict[int, list[tuple[float, float]]] = {count: [] for count in family.counts}
-        """By S: limits of t, and F under them with the microbatches in flight of that S."""
-        self.least_once = quick(np.where(np.isfinite(self.quick), self.once, np.inf), family.merged, np.maximum)
+        """By S: limits of u, and F under them with the microbatches in flight of that S."""
+        self.least_once = quick(np.where(np.isfinite(self.quick.stage_s), self.once, np.inf), family.merged, np.maximum)
 
     def run(self) -> None:
         """Offer the best choices of the family to `best`."""
-        least = quick(self.quick, self.family.merged, np.maximum)
+        least = quick(self.quick.period_s, self.family.merged, np.maximum)
         if not math.isfinite(least):
             return
-        self.times = np.unique(self.quick[np.isfinite(self.quick) & (self.quick >= least)])
+        periods = self.table.period_s
+        self.times = np.unique(periods[(periods >= least) & (periods < np.inf)])
         once_s = math.inf
         while once_s >= self.least_once and not self.best.ends():
             found = _Round(self, once_s).run()
@@ -212,9 +239,9 @@ class _FamilySearch:
                 return
             once_s = float(np.nextafter(self.max_once(found), -math.inf))
 
-    def known_floor(self, count: int, stage_s: float) -> float:
-        """A bound on F of that S under a limit of t: what is known under a larger limit, which leaves no less choice."""
-        return max((value for limit, value in self.known[count] if limit >= stage_s), default=0.0)
+    def known_floor(self, count: int, period_s: float) -> float:
+        """A bound on F of that S under a limit of u: what is known under a larger limit, which leaves no less choice."""
+        return max((value for limit, value in self.known[count] if limit >= period_s), default=0.0)
 
     def fits(self, stages: Stages) -> bool:
         """Whether all stages fit the memory."""
@@ -230,18 +257,20 @@ class _FamilySearch:
 
     def pipeline_s(self, stages: Stages) -> float:
         """T without max o."""
-        seconds, transfer_s = self.family.problem.costs.seconds, self.family.transfer_s
-        times = [float(seconds[z, i, j]) for i, j, z in stages]
-        sent = sum(float(transfer_s[z, i, j]) for i, j, z in stages)
-        return self.family.fill * sum(times) + sent + self._b(len(stages)) * max(times)
+        (i, j, z), family = np.array(stages).T, self.family
+        stage_s, sent_s = family.problem.costs.seconds[z, i, j], family.transfer_s[z, i, j]
+        period_s = family.periods(stage_s[::-1], sent_s[::-1], family.in_flight[len(stages)]).max()
+        return float(family.fill * stage_s.sum() + sent_s.sum() + self._b(len(stages)) * period_s)
 
     def _b(self, count: int) -> float:
         return self.family.slowest[self.family.counts.index(count)]
 
-    def apply_limits(self, table: np.ndarray, *, stage_s: float, once_s: float) -> np.ndarray:
-        """a t + c of a table of t of groups; infinite if a stage exceeds a limit."""
-        once, transfer = (one if table.ndim == 3 else one[..., None] for one in (self.once, self.transfer))
-        return np.where((table <= stage_s) & (once <= once_s), self.family.fill * table + transfer, np.inf)
+    def apply_limits(self, table: _Table, *, period_s: float, once_s: float) -> np.ndarray:
+        """a t + c of a table of groups; infinite if a stage exceeds a limit."""
+        seconds = table.stage_s
+        once, transfer = (one if seconds.ndim == 3 else one[..., None] for one in (self.once, self.transfer))
+        within = (table.period_s <= period_s) & (once <= once_s)
+        return np.where(within, self.family.fill * seconds + transfer, np.inf)
 
 
 class _Round:
@@ -286,53 +315,53 @@ class _Round:
             here = self._try(float(times[middle]))
             waiting += [(middle, high, floor), (low, middle, max(here, floor))]
 
-    def _floor(self, stage_s: float) -> float:
-        return quick(self._apply_limits(self.search.quick, stage_s), self.family.merged, np.add)
+    def _floor(self, period_s: float) -> float:
+        return quick(self._apply_limits(self.search.quick, period_s), self.family.merged, np.add)
 
-    def _try(self, stage_s: float) -> float:
-        """Offer the best choices under a limit of t; returns a bound on F under it."""
-        floor = self._floor(stage_s)
-        if not math.isfinite(floor) or floor + self.search.least_b * stage_s > self._worth:
+    def _try(self, period_s: float) -> float:
+        """Offer the best choices under a limit of u; returns a bound on F under it."""
+        floor = self._floor(period_s)
+        if not math.isfinite(floor) or floor + self.search.least_b * period_s > self._worth:
             return floor
-        table = self._apply_limits(self.search.table, stage_s)
+        table = self._apply_limits(self.search.table, period_s)
         best = exact(table, self.family.merged, np.add)
         counts, slowest = self.family.counts, np.array(self.family.slowest)
         sums = best[0, list(counts), -1]
-        sums = np.maximum(sums, [self.search.known_floor(count, stage_s) for count in counts])
+        sums = np.maximum(sums, [self.search.known_floor(count, period_s) for count in counts])
         alone: dict[int, Stages] = {}
-        while (values := sums + slowest * stage_s).min() <= self._worth and math.isfinite(values.min()):
+        while (values := sums + slowest * period_s).min() <= self._worth and math.isfinite(values.min()):
             at = int(np.argmax(values <= values.min() * (1 + TIE)))
             stages = alone.get(at) or self._stages_of(best, table, counts[at], self.family.least_in_flight())
             if at in alone or self.search.fits(stages):
                 self._offer(stages)
                 break
             # The table assumed the fewest microbatches in flight of any number of stages: ask again for this number alone.
-            sums[at], alone[at] = self._alone(counts[at], stage_s)
+            sums[at], alone[at] = self._alone(counts[at], period_s)
         return float(sums.min())
 
-    def _alone(self, count: int, stage_s: float) -> tuple[float, Stages]:
+    def _alone(self, count: int, period_s: float) -> tuple[float, Stages]:
         """F of one S with its own microbatches in flight, and the stages, if any fit."""
         in_flight = self.family.in_flight[count]
-        strict = self.family.least_s(in_flight)
-        table = self._apply_limits(strict, stage_s)
+        strict = _Table.of(self.family, in_flight)
+        table = self._apply_limits(strict, period_s)
         best = exact(table, self.family.merged, np.add)
         value = float(best[0, count, -1])
         known = self.search.known[count]
         if math.isfinite(value):
-            known.append((stage_s, value))
+            known.append((period_s, value))
             return value, self._stages_of(best, table, count, in_flight)
         if not known:  # whether slower stages fit is asked once
             at_all = exact(self._apply_limits(strict, math.inf), self.family.merged, np.add)[0, count, -1]
             known.append((math.inf, float(at_all)))
-        known.append((stage_s, math.inf))
+        known.append((period_s, math.inf))
         return value, ()
 
     def _stages_of(self, best: np.ndarray, table: np.ndarray, count: int, in_flight: Sequence[float]) -> Stages:
         found = stages_of(best, table, family=self.family.merged, count=count, combine=np.add)
         return self.family.options_of(found, in_flight)
 
-    def _apply_limits(self, table: np.ndarray, stage_s: float) -> np.ndarray:
-        return self.search.apply_limits(table, stage_s=stage_s, once_s=self.once_s)
+    def _apply_limits(self, table: _Table, period_s: float) -> np.ndarray:
+        return self.search.apply_limits(table, period_s=period_s, once_s=self.once_s)
 
     def _offer(self, stages: Stages) -> None:
         value = self.search.pipeline_s(stages)

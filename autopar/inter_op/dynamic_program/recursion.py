@@ -163,6 +163,15 @@ class Family:
             found.append((i, j, min(left, key=lambda z: float(seconds[z, i, j]))))
         return tuple(found)
 
+    def periods(self, stage_s: np.ndarray, sent_s: np.ndarray, in_flight: Sequence[float]) -> np.ndarray:
+        """u, seconds from one microbatch to the next, of t and c; see `choose_stages.py`. The last axis is r - 1."""
+        if self.chunks > 1 or not NAMED_SCHEDULES[self.problem.schedule].trains:
+            return stage_s
+        place, is_split = np.arange(1, len(in_flight) + 1), NAMED_SCHEDULES[self.problem.schedule].is_split
+        work, flying = ((2 * place + 1) / 3, place) if is_split else (place, np.array(in_flight))
+        round_trip_s = (work * stage_s + (place - 1) * sent_s) / flying
+        return np.asarray(np.where(flying < self.problem.microbatches, np.maximum(stage_s, round_trip_s), stage_s))
+
     @property
     def transfer_s(self) -> np.ndarray:
         """c (option, k, j); the last stage sends nothing."""

@@ -11,7 +11,8 @@ from autopar.errors import ArgumentError, OutOfMemoryError
 from autopar.inter_op.dynamic_program.choose_stages import choose_stages
 from autopar.inter_op.dynamic_program.problem import StageProblem
 from autopar.inter_op.dynamic_program.submeshes import kind_of, size_of, submeshes
-from tests.inter_op.dynamic_program.test_choose_stages import chosen_of, fits, rank, step_s, table_of
+from tests.inter_op.dynamic_program.brute_force import fits, rank, step_s
+from tests.inter_op.dynamic_program.test_choose_stages import chosen_of, table_of
 
 PARTS = [
     ((1, 2, 0), (1, 2, 1)),
