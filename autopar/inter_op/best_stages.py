@@ -32,6 +32,7 @@ from autopar.inter_op.dynamic_program.problem import (
     StageProblem,
 )
 from autopar.inter_op.dynamic_program.submeshes import Submesh, size_of
+from autopar.inter_op.layer_bytes import Repetition, repetitions
 from autopar.inter_op.layer_costs import LayerCosts
 from autopar.plan import Alternative
 from autopar.progress import enter
@@ -63,15 +64,20 @@ class StageRules:
     num_stages: int | None
     parts: tuple[Submesh, ...] = ()
 
+    @property
+    def repetitions(self) -> tuple[Repetition, ...]:
+        """What backward may do again: for each, all submeshes are options."""
+        return repetitions(self.shares)
+
     def share_of(self, stage: ChosenStage) -> float:
         """Of its forward work, what the backward pass of a stage does again."""
-        return self.shares[stage.option // len(self.options)]
+        return self.repetitions[stage.option // len(self.options)].share
 
     def problem(self, way: Timetable, costs: CostTable) -> StageProblem:
         """The choice of stages in a timetable."""
         return StageProblem(
             costs=costs,
-            options=self.options * len(self.shares),
+            options=self.options * len(self.repetitions),
             cluster=self.shape,
             microbatches=way.microbatches,
             schedule=way.schedule,
@@ -233,7 +239,7 @@ class BestStages:
         """
         table, rules = self.table(way), self._rules
         known = [one != rules.shape and self._costs.is_planned(way.microbatches, one) for one in rules.options]
-        is_known = known * len(rules.shares)
+        is_known = known * len(rules.repetitions)
         seconds = np.where(np.array(is_known)[:, None, None], table.seconds, np.inf)
         problem = rules.problem(way, dataclasses.replace(table, seconds=seconds))
         return self._choose(problem, below_s, budget=budget, submeshes=submeshes)

@@ -17,6 +17,7 @@ import numpy as np
 from autopar.inter_op.dynamic_program.kinds import KindOfNodes
 from autopar.inter_op.dynamic_program.problem import CostTable
 from autopar.inter_op.dynamic_program.submeshes import Submesh, kind_of, submeshes
+from autopar.inter_op.layer_bytes import repetitions
 from autopar.inter_op.layer_costs import LayerCosts
 from autopar.inter_op.planned_layers import PlannedLayers
 
@@ -113,10 +114,10 @@ class CostsByKind:
             for name in _COSTS:
                 scale = self._bytes_as[kind] if name in _BYTES else 1.0
                 figures = scale * getattr(table, name)
-                for number in range(len(shares)):
+                for number in range(len(repetitions(shares))):
                     for at, place in enumerate(own):
                         rows[name][number, place] = figures[number * len(own) + at]
-        order = [(number, place) for number in range(len(shares)) for place in range(len(options))]
+        order = [(number, place) for number in range(len(repetitions(shares))) for place in range(len(options))]
         return CostTable(**{name: np.stack([found[key] for key in order]) for name, found in rows.items()})
 
 
@@ -125,12 +126,12 @@ def costs_on_kinds(
 ) -> tuple[CostsByKind, tuple[Submesh, ...], float]:
     """(What layers cost on these kinds, all submeshes of them, the memory limit of the first).
 
-    `make` makes costs from a request and its submeshes. It begins with the largest one too, as a kind often has one stage.
+    `make` makes costs from a request and its submeshes.
     """
     options = tuple((*one, kind.number) for kind in kinds.order for one in submeshes(*kind.part[:2]))
     for kind in kinds.order:
         if kind.number not in kinds.known:
-            kinds.known[kind.number] = make(kind.request, submeshes(*kind.part[:2]), largest_too=True)
+            kinds.known[kind.number] = make(kind.request, submeshes(*kind.part[:2]), of_a_kind=True)
     limits = {kind.number: kind.request.memory_limit_bytes or math.inf for kind in kinds.order}
     first = limits[kinds.order[0].number]
     bytes_as = {number: first / own if math.isfinite(own) else 1.0 for number, own in limits.items()}

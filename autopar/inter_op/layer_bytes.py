@@ -1,4 +1,4 @@
-"""The bytes of ranges of layers, from those of the layers: what is in flight, and what a task needs beside it.
+"""What ranges of layers take, from the figures of the layers: seconds, bytes in flight, and what a task needs beside these.
 
 In: figures of layers, and how the step runs. Out: arrays [i, j] of layers i to j - 1. What can go wrong: a sum leaves out what
 layers share, so the chosen stages are planned as wholes.
@@ -16,7 +16,7 @@ from autopar.intra_op.memory import tuning as memory_tuning
 from autopar.stages.tasks.stage_memory import split_in_flight
 
 
-def sums(values: Sequence[float]) -> np.ndarray:
+def sums(values: Sequence[float] | np.ndarray) -> np.ndarray:
     """[i, j]: the sum of values i to j - 1; 0 where there are none."""
     before = np.concatenate([[0.0], np.cumsum(values)])
     return np.triu(before[None, :] - before[:-1, None], 1)
@@ -31,12 +31,42 @@ def largest(values: Sequence[float]) -> np.ndarray:
 
 
 @dataclasses.dataclass(frozen=True)
+class Repetition:
+    """What backward does again: a part of the forward work, layer by layer or all at once."""
+
+    share: float = 0.0
+    by_layers: bool = False
+
+
+def repetitions(shares: Sequence[float]) -> tuple[Repetition, ...]:
+    """The ways to do these parts of the forward work again, in their order."""
+    return tuple(
+        Repetition(share, by_layers) for share in shares for by_layers in ((True, False) if share else (False,))
+    )
+
+
+@dataclasses.dataclass(frozen=True)
 class CostCase:
-    """How a step runs: the number of microbatches, what part of forward is done again, and whether backward is split in two."""
+    """How a step runs: the number of microbatches, what backward does again, and whether backward is split in two."""
 
     count: int
-    share: float
-    split: bool
+    again: Repetition = Repetition()
+    split: bool = False
+
+
+def task_seconds(figures: Sequence[LayerFigures], again: Repetition) -> np.ndarray:
+    """[i, j]: seconds of forward and backward of a microbatch of layers i to j - 1.
+
+    Backward needs no layer's output again, unless it makes that of the next layer from it.
+    """
+    forward_s, again_s, backward_s = (
+        np.array([getattr(one, name) for one in figures]) for name in ("forward_s", "again_s", "backward_s")
+    )
+    once_s = sums(forward_s + backward_s)
+    if again.by_layers:
+        return np.asarray(once_s + again.share * sums(again_s))
+    saved_s = np.concatenate([[0.0], forward_s - again_s])[None, :]
+    return np.asarray(once_s + again.share * (sums(forward_s) - saved_s * (once_s > 0)))
 
 
 def in_flight_bytes(figures: Sequence[LayerFigures], case: CostCase, meshes: int) -> np.ndarray:
@@ -44,44 +74,62 @@ def in_flight_bytes(figures: Sequence[LayerFigures], case: CostCase, meshes: int
 
     `meshes`: the most that there may be; as many microbatches or more fill the pipeline.
     """
-    residual, late, cotangents = (
-        sums([getattr(one, name) for one in figures])
-        for name in ("residual_bytes", "late_residual_bytes", "cotangent_bytes")
-    )
-    if not case.split:
-        kept, again = residual, 0.0
-    else:
-        kept = split_in_flight(residual - late, late, cotangents, is_full=case.count >= meshes)
-        again = late + cotangents
-    if not case.share:
-        return np.asarray(kept)
-    received = _received_bytes(figures)
-    return np.asarray(case.share * (received + again) + (1 - case.share) * np.maximum(kept, received))
-
-
-def _received_bytes(figures: Sequence[LayerFigures]) -> np.ndarray:
-    """[i, j]: what a microbatch keeps of layers i to j - 1 where backward does all of them again.
-
-    Each layer keeps what it received; or the first alone, and backward makes all results at once, where that is less.
-    """
-    first = np.array([one.received_bytes for one in figures])[:, None]
-    return np.where(_repeats_by_layers(figures), sums([one.received_bytes for one in figures]), first)
-
-
-def _repeats_by_layers(figures: Sequence[LayerFigures]) -> np.ndarray:
-    """[i, j]: whether less is kept by as many microbatches as there are layers left if layers are done again one at a time."""
-    received, residual = [one.received_bytes for one in figures], [one.residual_bytes for one in figures]
-    in_flight = np.arange(len(figures), 0, -1)[:, None]
-    by_layers = in_flight * sums(received) + largest(residual)
-    return np.asarray(by_layers < in_flight * np.array(received)[:, None] + sums(residual))
-
-
-def working_bytes(figures: Sequence[LayerFigures], case: CostCase) -> np.ndarray:
-    """[i, j]: what backward makes again of layers i to j - 1, with the margin for it and for what is kept of a microbatch."""
-    margin = memory_tuning.TUNING.temporaries_margin
     residual = sums([one.residual_bytes for one in figures])
-    if not case.share:
-        return np.asarray(residual / margin - residual)
-    kept = (1.0 - case.share) * residual
-    again = np.where(_repeats_by_layers(figures), largest([one.residual_bytes for one in figures]), residual)
-    return np.asarray(np.minimum(kept + again, residual) / margin - kept)
+    if not case.split:
+        kept, made = residual, np.zeros_like(residual)
+    else:
+        late, made = _until_weight_gradient(figures, residual)
+        kept = split_in_flight(residual - late, late, made, is_full=case.count >= meshes)
+        made[1:] += late[1:]
+    share = case.again.share
+    if not share:
+        return np.asarray(kept)
+    received = [one.received_bytes for one in figures]
+    read = sums(received) if case.again.by_layers else np.array(received)[:, None]
+    return np.asarray(share * (read + made) + (1 - share) * np.maximum(kept, read))
+
+
+def standing_bytes(figures: Sequence[LayerFigures]) -> np.ndarray:
+    """[i, j]: what is there while the loop over microbatches runs, of layers i to j - 1."""
+    return sums([one.kept_bytes + one.looped_bytes for one in figures])
+
+
+def _until_weight_gradient(figures: Sequence[LayerFigures], residual: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[i, j]: what of forward, and what of an input gradient, waits for the weight gradient of layers i to j - 1.
+
+    The first stage has no input gradient: all that forward keeps waits, and the one cotangent that it receives.
+    """
+    late, cotangents = (
+        sums([getattr(one, name) for one in figures]) for name in ("late_residual_bytes", "cotangent_bytes")
+    )
+    late[0] = residual[0]
+    cotangents[0, 1:] = [*(one.received_bytes for one in figures[1:]), 0.0]
+    return late, cotangents
+
+
+def working_bytes(figures: Sequence[LayerFigures], again: Repetition) -> np.ndarray:
+    """[i, j]: what a task of layers i to j - 1 needs while it runs, beside what stands there and what is in flight.
+
+    It has one layer's own temporaries at a time. What backward makes again is there for one layer at a time, or for all.
+    """
+    residual, passing = sums([one.residual_bytes for one in figures]), largest([one.passing_bytes for one in figures])
+    if not again.share:
+        return passing
+    kept = (1.0 - again.share) * residual
+    return np.asarray(np.minimum(kept + _within_bytes(figures, again), residual + passing) - kept)
+
+
+def executable_bytes(figures: Sequence[LayerFigures], again: Repetition) -> np.ndarray:
+    """[i, j]: what layers i to j - 1 need as one executable, which has one microbatch, with the margin for temporaries."""
+    all_of_it = _within_bytes(figures, Repetition())
+    within = (1.0 - again.share) * all_of_it + again.share * _within_bytes(figures, again)
+    temporaries = sums([one.beside_bytes for one in figures]) + within
+    return np.asarray(sums([one.kept_bytes for one in figures]) + temporaries / memory_tuning.TUNING.temporaries_margin)
+
+
+def _within_bytes(figures: Sequence[LayerFigures], again: Repetition) -> np.ndarray:
+    """[i, j]: what comes and goes where forward and backward are in one task: of one layer at a time, or of all."""
+    if again.by_layers:
+        return largest([one.within_bytes for one in figures])
+    handed_on = sums([one.within_bytes - one.passing_bytes for one in figures])
+    return np.asarray(handed_on + largest([one.passing_bytes for one in figures]))

@@ -23,10 +23,18 @@ from autopar.inter_op.candidates.timetables import latency_share, seconds_at
 from autopar.inter_op.candidates.tuning import TUNING, Tuning
 from autopar.inter_op.dynamic_program.problem import CostTable
 from autopar.inter_op.dynamic_program.submeshes import Submesh, send_s
-from autopar.inter_op.layer_bytes import CostCase, in_flight_bytes, largest, sums, working_bytes
+from autopar.inter_op.layer_bytes import (
+    CostCase,
+    executable_bytes,
+    in_flight_bytes,
+    repetitions,
+    standing_bytes,
+    sums,
+    task_seconds,
+    working_bytes,
+)
 from autopar.inter_op.plan_stage import Planner, plan_program
 from autopar.inter_op.planned_layers import LayerFigures, PlannedLayers
-from autopar.intra_op.memory import tuning as memory_tuning
 from autopar.intra_op.request import PlanRequest
 from autopar.microbatches.counts import microbatch_counts
 from autopar.microbatches.loop import TimeLoop
@@ -53,7 +61,8 @@ class LayerCosts:
     """Costs of layers on submeshes under numbers of microbatches: figures of what is planned, and estimates of the rest.
 
     `impossible`: numbers of microbatches into which the step cannot be cut, or not with the same layers. `smallest_first`: begin
-    with the smallest submesh, for a search that may end early. `largest_too`: begin with the largest one as well.
+    with the smallest submesh, for a search that may end early; one stage on all devices is no option then. `of_a_kind`: there are
+    nodes of other kinds, so that all of these devices may be one of several stages, and often are: begin with them as well.
     """
 
     def __init__(
@@ -64,7 +73,7 @@ class LayerCosts:
         options: Sequence[Submesh],
         *,
         smallest_first: bool = False,
-        largest_too: bool = False,
+        of_a_kind: bool = False,
         tuning: Tuning = TUNING,
         planner: Planner = plan_program,
     ) -> None:
@@ -82,7 +91,8 @@ class LayerCosts:
         at_first = _first_sizes(
             {*map(math.prod, options)}, len(self._places) + 1, request, smallest_first=smallest_first
         )
-        at_first |= {self._devices} if largest_too else set()
+        at_first |= {self._devices} if of_a_kind else set()
+        self._are_all = not (smallest_first or of_a_kind)
         self._sizes = {count: at_first}
         self._tables: dict[tuple[int, tuple[float, ...], bool], CostTable] = {}
         self._known: dict[tuple[int, int, int], LayerFigures | None] = {}
@@ -160,7 +170,7 @@ class LayerCosts:
             all_sizes = {*map(math.prod, options)}
             for planned, sizes in self._sizes.items():
                 self._layers[planned].plan(sizes & all_sizes, perhaps=min(all_sizes - sizes, default=None))
-            cases = [CostCase(count, share, split) for share in shares]
+            cases = [CostCase(count, again, split) for again in repetitions(shares)]
             self._tables[key] = self._stack(cases, options)
         return self._tables[key]
 
@@ -171,7 +181,7 @@ class LayerCosts:
         (layers,) = self._layers.values()
         (sizes,) = self._sizes.values()
         layers.plan(sizes, common_alone=True)
-        return self._stack([CostCase(count, share, split) for share in shares], options, common_alone=True)
+        return self._stack([CostCase(count, again, split) for again in repetitions(shares)], options, common_alone=True)
 
     def _stack(self, cases: Sequence[CostCase], options: Sequence[Submesh], *, common_alone: bool = False) -> CostTable:
         costs = [
@@ -191,8 +201,7 @@ class LayerCosts:
     ) -> CostTable:
         """Arrays (first layer, end layer) of the costs on one submesh.
 
-        Seconds, weights and what is in flight add up over layers. What comes and goes within a task does not: the largest
-        counts, with the margin that a memory limit must leave for temporaries.
+        Seconds, weights and what is in flight add up over layers. What comes and goes within a task does not: the largest counts.
         """
         layers = len(self._places) + 1
         found = [
@@ -201,20 +210,26 @@ class LayerCosts:
         ]
         figures = [one or LayerFigures() for one in found]
         has_plan = (sums([float(one is None) for one in found]) == 0) & (sums([1.0] * layers) > 0)
-        forward_s, backward_s, once_s = (
-            sums([getattr(one, name) for one in figures]) for name in ("forward_s", "backward_s", "once_s")
-        )
-        passing = largest([one.passing_bytes for one in figures]) / memory_tuning.TUNING.temporaries_margin
-        first = working_bytes(figures, case)
-        meshes = min(layers, self._devices // min(map(math.prod, options)))
+        once_s = sums([one.once_s for one in figures])
+        flying, working = self._bytes_of_tasks(figures, case, options)
+        standing, needed = standing_bytes(figures), executable_bytes(figures, case.again)
+        if self._are_all and devices == self._devices:  # one stage is one executable, whatever tasks would need
+            flying, working = np.zeros_like(flying), np.zeros_like(working)
         return CostTable(
-            seconds=np.where(has_plan, (1.0 + case.share) * forward_s + backward_s, np.inf),
+            seconds=np.where(has_plan, task_seconds(figures, case.again), np.inf),
             once_s=np.where(has_plan, once_s + self._sent_once_s(devices), 0.0),
             transfer_s=np.where(has_plan, self._transfer_s(case.count, devices)[None, :], 0.0),
-            weight_bytes=np.where(has_plan, sums([one.kept_bytes for one in figures]), 0.0),
-            activation_bytes=np.where(has_plan, in_flight_bytes(figures, case, meshes), 0.0),
-            working_bytes=np.where(has_plan, passing + first, 0.0),
+            weight_bytes=np.where(has_plan, standing, 0.0),
+            activation_bytes=np.where(has_plan, flying, 0.0),
+            working_bytes=np.where(has_plan, np.maximum(working, needed - standing - flying), 0.0),
         )
+
+    def _bytes_of_tasks(
+        self, figures: Sequence[LayerFigures], case: CostCase, options: Sequence[Submesh]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """What each microbatch in flight keeps, and what a task needs beside it."""
+        meshes = min(len(figures), self._devices // min(map(math.prod, options)))
+        return in_flight_bytes(figures, case, meshes), working_bytes(figures, case.again)
 
     def _transfer_s(self, count: int, devices: int) -> np.ndarray:
         """Seconds to send what crosses after each layer, and to send its gradient back."""
@@ -256,7 +271,8 @@ class LayerCosts:
         return max(layers.first_alike(layer) for layers in self._layers.values())
 
     def _find_figures(self, count: int, layer: int, devices: int) -> LayerFigures | None:
-        known = {m: self._layers[m].figures(layer, devices) for m, sizes in self._sizes.items() if devices in sizes}
+        planned_in = (m for m in self._sizes if self._is_planned_in(m, layer, devices))
+        known = {m: self._layers[m].figures(layer, devices) for m in planned_in}
         if count in known:
             return known[count]
         planned = {m: figures for m, figures in known.items() if figures is not None}
@@ -277,8 +293,15 @@ class LayerCosts:
         if not divided:
             return self._undivided(count, layer, devices)
         found = LayerFigures(**{name: max(one[name] for one in divided) for name in divided[0]})
-        slower = self._slowdown(count, layer, devices)
-        return dataclasses.replace(found, forward_s=slower * found.forward_s, backward_s=slower * found.backward_s)
+        return found.slower(self._slowdown(count, layer, devices))
+
+    def _is_planned_in(self, count: int, layer: int, devices: int) -> bool:
+        """Whether a layer is planned on as many devices in this number of microbatches, or on all of them that it can use."""
+        sizes, layers = self._sizes[count], self._layers[count]
+        if devices in sizes:
+            return True
+        useful = layers.useful_devices(layer, devices)
+        return useful < devices and any(layers.useful_devices(layer, size) == useful for size in sizes)
 
     def _undivided(self, count: int, layer: int, devices: int) -> LayerFigures:
         """What a layer takes at best where it is planned on more devices alone. Nothing is known of its memory."""
@@ -293,7 +316,8 @@ class LayerCosts:
         task_s = least.forward_s + least.backward_s
         launches_s = min(task_s, self._layers[next(iter(known))].launches_s(layer))
         times = (launches_s + (task_s - launches_s) * larger / devices) / task_s if task_s else 1.0
-        return LayerFigures(forward_s=times * least.forward_s, backward_s=times * least.backward_s)
+        seconds = LayerFigures(forward_s=least.forward_s, again_s=least.again_s, backward_s=least.backward_s)
+        return seconds.slower(times)
 
     def _at_best(self, layer: int, devices: int, planned: Mapping[int, LayerFigures], count: int) -> LayerFigures:
         """Figures on these devices without what a layer waits there, or does on several at once.
@@ -305,7 +329,7 @@ class LayerCosts:
         launches = min(1.0, layers.launches_s(layer) / task_s) if task_s else 0.0
         figures = _carry_over(planned, count, share=np.maximum(launches, self._share(layer)))
         part = max(launches, layers.divided(layer, devices))
-        return dataclasses.replace(figures, forward_s=part * figures.forward_s, backward_s=part * figures.backward_s)
+        return figures.slower(part)
 
     def _slowdown(self, count: int, layer: int, devices: int) -> float:
         """How many times longer a layer takes on these devices than if all of its time on fewer of them were divided evenly."""
@@ -342,10 +366,9 @@ def _carry_over(planned: Mapping[int, LayerFigures], count: int, *, share: np.nd
     near, smaller = planned[nearest], nearest / count
     forward_s, backward_s = seconds_at({m: _task_seconds(f) for m, f in planned.items()}, count, share=share)
     return dataclasses.replace(
-        near,
-        forward_s=float(forward_s),
-        backward_s=float(backward_s),
+        near.with_seconds(float(forward_s), float(backward_s)),
         passing_bytes=smaller * near.passing_bytes,
+        within_bytes=smaller * near.within_bytes,
         residual_bytes=smaller * near.residual_bytes,
         received_bytes=smaller * near.received_bytes,
         late_residual_bytes=smaller * near.late_residual_bytes,

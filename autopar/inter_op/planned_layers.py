@@ -18,16 +18,15 @@ import numpy as np
 
 from autopar.avals import bytes_of
 from autopar.compat import Var
-from autopar.cost_model.hardware import Cluster
+from autopar.cost_model.machine import Cluster, Overlap
 from autopar.errors import AutoparError, OutOfMemoryError
 from autopar.forked_jobs import run_side_by_side
 from autopar.inter_op.candidates.tuning import TUNING, Tuning
 from autopar.inter_op.dynamic_program.problem import ChosenStage
 from autopar.inter_op.dynamic_program.submeshes import machine_shape, size_of
 from autopar.inter_op.plan_stage import Planner, plan_program
-from autopar.inter_op.stage_seconds import StagedStage, price_stage, repeated_s
+from autopar.inter_op.stage_seconds import StagedStage, price_stage, repeated_part, repeated_s
 from autopar.intra_op.choices.least_work import find_work
-from autopar.intra_op.memory import tuning as memory_tuning
 from autopar.intra_op.request import PlanRequest, logical_meshes
 from autopar.layouts.constraints import Constraints
 from autopar.layouts.mesh import LogicalMesh
@@ -50,33 +49,54 @@ def layer_meshes(devices: int, machine: Cluster, most_axes: int) -> tuple[Logica
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerFigures:
-    """What a layer costs on some devices: seconds per microbatch, of the update per step, and bytes as in `StageMemory`."""
+    """What a layer costs on some devices: seconds per microbatch, of the update per step, and bytes as in `StageMemory`.
+
+    `again_s`: of the forward what backward does again if it keeps no results. `within_bytes`: what comes and goes in a
+    microbatch whose forward and backward are in one task, as then.
+    """
 
     forward_s: float = 0.0
+    again_s: float = 0.0
     backward_s: float = 0.0
     once_s: float = 0.0
     kept_bytes: float = 0.0
+    looped_bytes: float = 0.0
+    beside_bytes: float = 0.0
     passing_bytes: float = 0.0
+    within_bytes: float = 0.0
     residual_bytes: float = 0.0
     received_bytes: float = 0.0
     late_residual_bytes: float = 0.0
     cotangent_bytes: float = 0.0
 
     @classmethod
-    def of(cls, stage: StagedStage) -> LayerFigures:
+    def of(cls, stage: StagedStage, overlap: Overlap) -> LayerFigures:
         """Of a layer planned as a stage."""
         memory = stage.memory
         return cls(
             forward_s=stage.forward_s,
+            again_s=stage.forward_s * repeated_part(stage.program, stage.assignment, overlap),
             backward_s=stage.backward_s,
             once_s=stage.once_s,
-            kept_bytes=memory.kept_bytes + memory.looped_bytes / memory_tuning.TUNING.temporaries_margin,
+            kept_bytes=memory.kept_bytes,
+            looped_bytes=memory.looped_bytes,
+            beside_bytes=memory.beside_bytes,
             passing_bytes=memory.passing_bytes,
+            within_bytes=memory.within_bytes,
             residual_bytes=memory.residual_bytes,
             received_bytes=memory.received_bytes,
             late_residual_bytes=memory.late_residual_bytes,
             cotangent_bytes=memory.cotangent_bytes,
         )
+
+    def with_seconds(self, forward_s: float, backward_s: float) -> LayerFigures:
+        """The same with other seconds per microbatch; of the forward, the same part is done again."""
+        times = forward_s / self.forward_s if self.forward_s else 1.0
+        return dataclasses.replace(self, forward_s=forward_s, again_s=times * self.again_s, backward_s=backward_s)
+
+    def slower(self, times: float) -> LayerFigures:
+        """The same, if a microbatch takes so many times longer."""
+        return self.with_seconds(times * self.forward_s, times * self.backward_s)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,14 +115,14 @@ class _PlannedLayer:
     times: Mapping[tuple[int, ...], float | None]
 
     @classmethod
-    def of(cls, stage: StagedStage) -> _PlannedLayer:
+    def of(cls, stage: StagedStage, overlap: Overlap) -> _PlannedLayer:
         """Of a layer planned as a stage."""
         times = {c.mesh_shape: c.at_least_s if c.step_s is None else c.step_s for c in stage.plan.candidates}
         plan = stage.plan
         waiting = (plan.comm_s - plan.hidden_s) / plan.step_s if plan.step_s else 0.0
         working_s = plan.step_s * (1 - waiting)
         return cls(
-            figures=LayerFigures.of(stage),
+            figures=LayerFigures.of(stage, overlap),
             mesh=stage.mesh,
             step_s=plan.step_s,
             waiting=waiting,
@@ -286,7 +306,8 @@ class PlannedLayers:
             return _TooLarge()
         # Its stage is called, with all layers at once.
         cluster = dataclasses.replace(request.cluster, call_s=0.0, call_s_per_array=0.0)
-        return _PlannedLayer.of(price_stage(program, planned.plan, planned.assignment, cluster=cluster))
+        staged = price_stage(program, planned.plan, planned.assignment, cluster=cluster)
+        return _PlannedLayer.of(staged, cluster.overlap)
 
     def _try_key(self, key: _Key) -> _PlannedLayer | _TooLarge | _Failed:
         """Plan a layer that nobody has asked for; an error waits until somebody does."""
@@ -301,20 +322,20 @@ class PlannedLayers:
         return self._programs[layer]
 
     def _key(self, layer: int, devices: int) -> _Key:
-        first = self._first[layer]
-        return first, self._useful_devices(first, devices)
+        return self._first[layer], self.useful_devices(layer, devices)
 
-    def _useful_devices(self, layer: int, devices: int) -> int:
+    def useful_devices(self, layer: int, devices: int) -> int:
         """How many of the devices a layer can use: prime factors that divide no dimension of its values are left out."""
-        if layer not in self._lengths:
-            self._lengths[layer] = _lengths(self._program(layer).step.program)
+        first = self._first[layer]
+        if first not in self._lengths:
+            self._lengths[first] = _lengths(self._program(first).step.program)
         rest, prime = devices, 2
         while rest > 1:
             if rest % prime:
                 prime += 1
                 continue
             rest //= prime
-            if all(length % prime for length in self._lengths[layer]):
+            if all(length % prime for length in self._lengths[first]):
                 devices //= prime
         return devices
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from autopar.avals import itemsize_of
 from autopar.compat import Var
@@ -21,14 +22,17 @@ from autopar.intra_op.memory.compilers import compiler_of
 from autopar.layouts.mesh import LogicalMesh
 from autopar.layouts.moves import LOCAL_KINDS
 from autopar.plan import Plan
-from autopar.program.program import Equation
+from autopar.program.program import Equation, Program, operands_of
 from autopar.program.step import TracedStep
 from autopar.program.task_name import TaskName
 from autopar.schedules.tasks import Schedule
 from autopar.stages.segments import StageCut
 from autopar.stages.split_scans import SplitStep
+from autopar.stages.tasks.owners import loop_of
 from autopar.stages.tasks.stage_memory import StageMemory, stage_memory
 from autopar.stages.tasks.stage_program import StageProgram
+
+_Owner = TypeVar("_Owner")
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -156,33 +160,86 @@ def _tasks(assignment: Assignment) -> dict[Equation, TaskName | None]:
     return found
 
 
+def _equation_seconds(step: TracedStep, assignment: Assignment, overlap: Overlap) -> dict[Equation | None, float]:
+    """Seconds per step of each equation, those of the loop for all microbatches together; None stands for work of none.
+
+    Of communication they count what does not hide behind the compute of the stage's step.
+    """
+    needs = find_needs(step)
+    seconds: dict[Equation | None, float] = {}
+    moved: list[tuple[Equation | None, Moved]] = []
+    for eqn, each, trips in assignment.seconds:
+        seconds[eqn] = seconds.get(eqn, 0.0) + each * trips
+    for planned in planned_moves(assignment):
+        shape, itemsize = tuple(planned.aval.shape), itemsize_of(planned.aval)
+        reader, each = planned.equation, assignment.spaces.network.seconds(planned.move, shape, itemsize)
+        if planned.move.kind in LOCAL_KINDS:
+            seconds[reader] = seconds.get(reader, 0.0) + each * planned.trips
+        else:
+            kind = kind_of(needs.of(planned.atom), planned.move.kind)
+            part = window(kind, planned.move.kind, times=planned.trips, microbatches=step.microbatches)
+            size = planned.move.payload(shape, assignment.mesh) * itemsize
+            moved.append((reader, Moved(kind, part, each * planned.trips, size * planned.trips)))
+    waiting = hide((one for _, one in moved), compute_s=sum(seconds.values()), overlap=overlap)
+    for reader, one in moved:
+        beside = waiting[one.kind, one.part]
+        exposed = beside.exposed_s / beside.total_s if beside.total_s else 1.0
+        seconds[reader] = seconds.get(reader, 0.0) + one.seconds * exposed
+    return seconds
+
+
 def task_seconds(step: TracedStep, assignment: Assignment, overlap: Overlap) -> dict[TaskName | None, float]:
     """Seconds per step of each task, those of the loop for all microbatches together; None stands for work of no task.
 
     Of communication they count what does not hide behind the compute of the stage's step.
     """
-    task_of, needs = _tasks(assignment), find_needs(step)
-    seconds: dict[TaskName | None, float] = {}
-    moved: list[tuple[TaskName | None, Moved]] = []
-    for eqn, each, trips in assignment.seconds:
-        seconds[task_of[eqn]] = seconds.get(task_of[eqn], 0.0) + each * trips
-    for planned in planned_moves(assignment):
-        shape, itemsize = tuple(planned.aval.shape), itemsize_of(planned.aval)
-        task = task_of.get(planned.equation) if planned.equation is not None else None
-        each = assignment.spaces.network.seconds(planned.move, shape, itemsize)
-        if planned.move.kind in LOCAL_KINDS:
-            seconds[task] = seconds.get(task, 0.0) + each * planned.trips
-        else:
-            kind = kind_of(needs.of(planned.atom), planned.move.kind)
-            part = window(kind, planned.move.kind, times=planned.trips, microbatches=step.microbatches)
-            size = planned.move.payload(shape, assignment.mesh) * itemsize
-            moved.append((task, Moved(kind, part, each * planned.trips, size * planned.trips)))
-    waiting = hide((one for _, one in moved), compute_s=sum(seconds.values()), overlap=overlap)
-    for task, one in moved:
-        beside = waiting[one.kind, one.part]
-        exposed = beside.exposed_s / beside.total_s if beside.total_s else 1.0
-        seconds[task] = seconds.get(task, 0.0) + one.seconds * exposed
-    return seconds
+    return _add_up(_equation_seconds(step, assignment, overlap), _tasks(assignment))
+
+
+def repeated_part(program: StageProgram, assignment: Assignment, overlap: Overlap) -> float:
+    """The part of a stage's forward seconds that its backward takes if it makes again what it reads, from what came in.
+
+    What only the next stage reads, such as the last product of a block, is not made again.
+    """
+    loop = loop_of(assignment.program)
+    if loop is None:
+        return 1.0
+    (region,) = loop.regions
+    kinds = {eqn: None if eqn.task is None else eqn.task.kind for eqn in region.equations}
+    wanted = {v for eqn, kind in kinds.items() if kind == "backward" for v in operands_of(eqn)}
+    again: set[Equation] = set()
+    for eqn in reversed(region.equations):
+        if kinds[eqn] != "backward" and not wanted.isdisjoint(eqn.outvars):
+            wanted.update(operands_of(eqn))
+            again.add(eqn)
+    outer = _outer_equations(region)
+    seconds = _add_up(_equation_seconds(program.step, assignment, overlap), outer)
+    forward = {eqn: seconds.get(eqn, 0.0) for eqn, kind in kinds.items() if kind == "forward"}
+    forward_s = sum(forward.values())
+    return sum(each for eqn, each in forward.items() if eqn in again) / forward_s if forward_s else 1.0
+
+
+def _add_up(seconds: Mapping[Equation | None, float], owners: Mapping[Equation, _Owner]) -> dict[_Owner | None, float]:
+    """The seconds of each owner's equations; None stands for those that have none."""
+    found: dict[_Owner | None, float] = {}
+    for eqn, each in seconds.items():
+        owner = None if eqn is None else owners.get(eqn)
+        found[owner] = found.get(owner, 0.0) + each
+    return found
+
+
+def _outer_equations(region: Program) -> dict[Equation, Equation]:
+    """For every equation of a region, those of its loops and branches too, the one that stands in the region itself."""
+    found: dict[Equation, Equation] = {}
+
+    def walk(equations: Sequence[Equation], outer: Equation | None) -> None:
+        for eqn in equations:
+            found[eqn] = outer or eqn
+            for inner in eqn.regions:
+                walk(inner.equations, outer or eqn)
+
+    walk(region.equations, None)
+    return found
 
 
 def transfer_bytes(staged: Staged) -> dict[tuple[int, int, str], int]:

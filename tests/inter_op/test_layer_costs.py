@@ -1,4 +1,4 @@
-"""What the search counts of a stage's memory whose backward does layers again, before any stage is planned."""
+"""What layers cost where they are not planned."""
 
 import functools
 import math
@@ -6,37 +6,11 @@ import math
 import pytest
 
 from autopar.cost_model.hardware import preset
-from autopar.inter_op.layer_bytes import CostCase, in_flight_bytes, working_bytes
 from autopar.inter_op.layer_costs import LayerCosts, _first_sizes
-from autopar.inter_op.planned_layers import LayerFigures
-from autopar.intra_op.memory import tuning as memory_tuning
+from autopar.inter_op.plan_stage import plan_program
 from autopar.stages.split_scans import split_scans
 from autopar.stages.time_loops import make_loops
 from tests.inter_op.test_search import arguments, request_on, traced_step, two_nodes
-
-MARGIN = memory_tuning.TUNING.temporaries_margin
-LAYERS = 4
-
-
-def bytes_of_stage(received, residual, share):
-    """(in flight for each microbatch, what a task needs beside them with its margin) of all layers, which are alike."""
-    figures = [LayerFigures(received_bytes=received, residual_bytes=residual)] * LAYERS
-    case = CostCase(8, share, False)
-    needed = working_bytes(figures, case)[0, LAYERS] + (1 - share) * LAYERS * residual
-    return in_flight_bytes(figures, case, 1)[0, LAYERS], needed * MARGIN
-
-
-@pytest.mark.parametrize(
-    ("received", "share", "in_flight", "needed"),
-    [
-        (2, 0.0, 4 * 34, 4 * 34),  # everything is kept
-        (2, 1.0, 4 * 2, 34),  # layers keep what they received, and one is done again at a time
-        (2, 0.5, (4 * 2 + 4 * 34) / 2, 2 * 34 + 34),  # half is kept
-        (40, 1.0, 40, 4 * 34),  # layers hand on more than they keep: the stage is done again as a whole
-    ],
-)
-def test_stages_keep_what_their_layers_received_where_that_is_less(received, share, in_flight, needed):
-    assert bytes_of_stage(received, 34, share) == pytest.approx((in_flight, needed))
 
 
 def test_layers_are_planned_at_first_on_submeshes_that_stages_can_have():
@@ -81,3 +55,21 @@ def test_what_is_planned_on_more_devices_or_for_fewer_examples_is_a_floor_of_wha
     seconds = costs_planned_on([(planned, 4)]).table(count, options).seconds[place, 0, -1]
     known = costs_planned_on([(count, math.prod(submesh))]).table(count, options).seconds[place, 0, -1]
     assert 0.2 * known < seconds <= known * (1 + 1e-9)
+
+
+def test_devices_that_divide_no_dimension_are_known_to_do_nothing():
+    """No plan divides 64 or 8 by three. What takes as long as on two devices is no reason to plan it on six."""
+    options = ((1, 2), (2, 2), (3, 2))
+    loop_of = make_loops(split_scans(traced_step(*arguments(64, batch=8)), ()), 4)
+    asked = []
+
+    def plan_and_note(program, request):
+        asked.extend(mesh.size for mesh in request.meshes)
+        return plan_program(program, request)
+
+    costs = LayerCosts(loop_of, 4, request_on(two_nodes()), options, planner=plan_and_note)
+    costs._sizes = {4: {2}}
+    seconds = costs.table(4, options).seconds
+    assert set(asked) == {2}
+    assert (seconds[2] == seconds[0]).all()
+    assert (seconds[1, 0, 1:] < seconds[0, 0, 1:]).all(), "four devices are hoped to divide it"

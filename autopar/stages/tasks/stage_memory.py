@@ -118,6 +118,22 @@ class StageMemory:
         in_plan = self.peak_bytes - self.kept_bytes - self.looped_bytes - self.residual_bytes
         return max(0, in_plan, *self.tasks.whole.working_bytes.values())
 
+    @property
+    def within_bytes(self) -> int:
+        """What comes and goes where forward and backward of a microbatch are in one task, as in the plan's one executable.
+
+        Its peak says that, unless it is elsewhere in the step. What tasks hand to each other is there too then.
+        """
+        standing, passing = self.peak_bytes - self.kept_bytes, self.passing_bytes
+        if standing - self.looped_bytes > passing:
+            return standing - self.looped_bytes
+        return min(passing + self.residual_bytes, max(passing, standing - self.accumulator_bytes))
+
+    @property
+    def beside_bytes(self) -> int:
+        """What the plan's one executable has at its peak beside weights, optimizer state and `within_bytes`."""
+        return max(0, self.peak_bytes - self.kept_bytes - self.within_bytes)
+
 
 def is_flying(one: Kept) -> bool:
     """Whether it waits for the backward of its microbatch: a residual, or a cotangent for a weight gradient."""
