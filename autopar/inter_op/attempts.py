@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypedDict
 
@@ -47,6 +47,7 @@ class Attempts:
         self._last: OutOfMemoryError | ConstraintError | None = None
         self._smallest: tuple[TracedStep, Repeated | None] | None = None
         self.errors: list[OutOfMemoryError | ConstraintError] = []
+        self._refused: dict[Hashable, OutOfMemoryError | ConstraintError] = {}
 
     def prefer(self, meshes: Sequence[LogicalMesh]) -> None:
         """From now on, look at these meshes before the others."""
@@ -94,6 +95,9 @@ class Attempts:
     def plan(self, step: TracedStep, repeated: Repeated | None) -> PlannedStep | Beaten | None:
         """Plan one way and note it; None if nothing fits. `repeated`: the forward work that its backward does again."""
         row = Alternative(num_stages=1, num_microbatches=step.microbatches, **_fields(repeated))
+        if (known := self._refused.get(self._key(step, repeated))) is not None:
+            self._last = known
+            return None
         enter("planning on one mesh" + (f" in {step.microbatches} microbatches" if step.microbatches > 1 else ""))
         try:
             self._last = None
@@ -105,6 +109,7 @@ class Attempts:
             if isinstance(error, ConstraintError) and not self._compared:
                 raise  # later ways have microbatches, whose few examples may not meet the constraints
             self.errors.append(error)
+            self._refused[self._key(step, repeated)] = error
             self._compared.append(replace(row, obstacle=Alternative.obstacle_of(error)))
             return None
         if isinstance(planned, Beaten):
@@ -116,6 +121,10 @@ class Attempts:
         self._found.append(replace(planned, plan=replace(planned.plan, **_fields(repeated))))
         report(Progress(best_s=min(one.plan.step_s for one in self._found)), is_news=True)
         return self._found[-1]
+
+    def _key(self, step: TracedStep, repeated: Repeated | None) -> Hashable:
+        """What decides whether a way is refused: where there are others, it is left after less work."""
+        return step.microbatches, repeated, self.shared.has_other_ways
 
     def plan_first(
         self, step: TracedStep, repeated: Repeated | None, excess: float | None

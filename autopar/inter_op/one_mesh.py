@@ -36,10 +36,12 @@ _REPEATED_SHARE = 0.25
 
 @dataclass(frozen=True)
 class Promising:
-    """A number of microbatches and meshes that look best by the sum of layers."""
+    """A way that looks best by the sum of layers: microbatches, meshes, whether forward work is done again, and seconds."""
 
     microbatches: int
     meshes: tuple[LogicalMesh, ...]
+    recompute: bool = False
+    step_s: float = math.inf
 
 
 def plan_on_one_mesh(
@@ -74,8 +76,7 @@ def plan_on_one_mesh(
         first = attempts.plan_first(cut_into_microbatches(step, least), repeated, excess if step is traced else None)
     far = attempts.shared.excess
     if first is None and promising is not None and promising.microbatches in counts:
-        attempts.prefer(promising.meshes)
-        _Ways(attempts, step, (promising.microbatches,), repeated).explore(1.0)
+        _plan_promising(attempts, step, repeated, promising)
     if not attempts.is_dear() or (isinstance(first, Beaten) and first.step_s is None):
         return attempts.best()
     ways, roomier = _Ways(attempts, step, counts[1:], repeated), 1.0 if beat_s == math.inf else tuning.roomier_mesh
@@ -90,6 +91,15 @@ def plan_on_one_mesh(
     if attempts.is_late:
         ways.plan_leanest(devices)
     return attempts.best()
+
+
+def _plan_promising(attempts: Attempts, step: TracedStep, repeated: Repeated | None, promising: Promising) -> None:
+    """Plan the way that looks best. Where it does forward work again, and `repeated` does not say how, that is all of it."""
+    attempts.prefer(promising.meshes)
+    if promising.recompute and repeated is None:
+        repeated = Repeated()
+        step = repeated.apply(step)
+    _Ways(attempts, step, (promising.microbatches,), repeated).explore(1.0)
 
 
 def state_is_too_large(traced: TracedStep, request: PlanRequest, devices: int) -> bool:

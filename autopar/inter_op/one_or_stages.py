@@ -164,7 +164,24 @@ def _plan_stages_first(comparison: _OneOrStages) -> PlannedStep | PlannedPipelin
             plan = dataclasses.replace(found.pipeline.plan, compared=(*one.compared, *found.compared))
             return dataclasses.replace(found.pipeline, plan=plan)
         case OneStage() as none_found:
-            return _faster(comparison.plan_on_one_mesh(none_found.promising), none_found)
+            return _plan_as_one_stage(comparison, none_found)
+
+
+def _plan_as_one_stage(comparison: _OneOrStages, none_found: OneStage) -> PlannedStep | PlannedPipeline:
+    """One mesh, which promised to beat several stages; or these, if it takes longer than promised, or does not fit as a whole."""
+    promising = none_found.promising
+    try:
+        one = comparison.plan_on_one_mesh(promising)
+    except OutOfMemoryError:
+        with contextlib.suppress(LateError):
+            if promising is not None and isinstance(
+                found := comparison.search_stages(beat_s=math.inf), SearchedPipeline
+            ):
+                return found.pipeline
+        raise
+    if promising is None or one.plan.step_s <= (1 + comparison.tuning.squeezed) * promising.step_s:
+        return _faster(one, none_found)
+    return _compare_with_stages(comparison, one)
 
 
 def _promising_on_one_mesh(found: SearchedPipeline) -> Promising | None:
@@ -209,6 +226,11 @@ def _plan_mesh_first(comparison: _OneOrStages) -> PlannedStep | PlannedPipeline:
     equations = sum(1 for _ in comparison.traced.program.walk())
     if not stages_may_pay(one.plan, together_s + moving_s, most, equations, comparison.tuning):
         return one
+    return _compare_with_stages(comparison, one)
+
+
+def _compare_with_stages(comparison: _OneOrStages, one: PlannedStep) -> PlannedStep | PlannedPipeline:
+    """One mesh, or several stages if these are faster and there is time to search them."""
     if not comparison.request.budget.is_over:
         with contextlib.suppress(LateError):
             return _faster(one, comparison.search_stages(beat_s=one.plan.step_s / (1 + comparison.tuning.worth)))

@@ -235,12 +235,18 @@ class _StageSearch:
         choices = self.stages.choices
         if self._best_of(choices) != best:
             return None
+        if self._may_do_without_recomputation(choices[best]) and self.stages.add_larger():
+            return None
         if is_too_slow:
             return NotFaster(self.stages.compare(choices))
         if self._plan_neighbour(best, choices):
             self.stages.outdate()
             return None
         return self._describe(best, choices)
+
+    def _may_do_without_recomputation(self, choice: StageChoice) -> bool:
+        """Whether stages do forward work again, whose results they may keep in larger numbers of microbatches."""
+        return min(self.rules.shares) == 0 and any(map(self.rules.share_of, choice.stages))
 
     @property
     def _first(self) -> Timetable:

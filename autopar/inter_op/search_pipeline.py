@@ -117,7 +117,8 @@ def search_pipeline(
     if isinstance(found, NotFaster):
         return OneStage(found.compared)
     if len(found.sizes) == 1 and not kinds.order:  # on one kind of node a single stage is a pipeline as well
-        return OneStage(promising=Promising(found.timetable.microbatches, found.meshes[0]))
+        again, step_s = found.shares[0] > 0, found.choice.step_s
+        return OneStage(promising=Promising(found.timetable.microbatches, found.meshes[0], again, step_s))
     if request.has_fallback:
         request.budget.require_time()
     hoped = found
@@ -195,7 +196,7 @@ def _compare_with_less_memory(
     tuning: Tuning,
 ) -> tuple[Found, PlannedPipeline]:
     """The best stages, or those that are chosen in less of the memory, if these promise less than what the best ones take."""
-    if request.budget.is_over or best[1].plan.step_s <= (1 + tuning.worth) * found.choice.step_s:
+    if request.budget.is_over or best[1].plan.step_s <= (1 + tuning.squeezed) * found.choice.step_s:
         return best
     try:
         again = found.choose_within(tuning.smaller_rooms[0])

@@ -121,6 +121,24 @@ def test_what_looks_best_by_its_layers_is_planned_first_where_one_microbatch_doe
     assert planned(traced, 10**8, large=0, promising=promising)[1] == (1,)
 
 
+@pytest.mark.parametrize(("recompute", "tried"), [(False, [2, 4]), (True, [2, 2, 4])])
+def test_what_looked_best_and_does_not_fit_is_not_planned_again(traced, monkeypatch, recompute, tried):
+    """Two microbatches are also where plans should fit without recomputation, which then is another way."""
+
+    def plan(step, request, shared):
+        WAYS.append(step.microbatches)
+        shared.excess = 2.0
+        if step.microbatches < 4:
+            raise OutOfMemoryError("", needed_bytes=1.0, tensors=())
+        return plan_way(step, dataclasses.replace(request, memory_limit_bytes=None), SharedSearch())
+
+    monkeypatch.setattr(attempts, "plan_way", plan)
+    monkeypatch.setattr(attempts, "far_excess", lambda *_: 2.0)
+    monkeypatch.setattr(attempts.Attempts, "is_dear", lambda these: not these._found)
+    planned(traced, 300_000, large=0, promising=Promising(2, (), recompute))
+    assert tried == WAYS
+
+
 @pytest.mark.parametrize(
     ("fitting", "beat_s", "tried"),
     [

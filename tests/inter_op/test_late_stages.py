@@ -98,7 +98,8 @@ def test_where_the_best_stages_do_not_fit_as_wholes_others_are_planned(traced, m
     monkeypatch.setattr(search_pipeline, "search_stages", searched)
     options = {"devices": 4, "num_stages": 2}
     found = search_pipeline.search_pipeline(traced, WISHES, request_until(Budget()), **options)
-    assert [one.timetable.schedule for one in tried] == ["zb-h1", "gpipe"]
+    assert tried[0].timetable.schedule != "gpipe"
+    assert [one.timetable.schedule for one in tried[1:]] == ["gpipe"]
     assert isinstance(found, search_pipeline.SearchedPipeline)
     others, tried[:] = 0, []
     with pytest.raises(OutOfMemoryError, match="too large"):
@@ -143,7 +144,7 @@ def test_where_nothing_fits_as_wholes_stages_are_chosen_again_in_less_memory(mon
 
 
 @pytest.mark.parametrize(
-    ("sizes", "layers", "best", "others", "promised"), [((256, 8), 1, 1, [], [4]), ((1024, 512), 4, 4, [1], [])]
+    ("sizes", "layers", "best", "others", "promised"), [((1024, 32), 1, 1, [], [4]), ((1024, 512), 4, 4, [1], [])]
 )
 def test_a_search_that_the_clock_ends_knows_what_else_is_planned_and_what_only_promises(
     sizes, layers, best, others, promised

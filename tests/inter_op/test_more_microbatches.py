@@ -1,4 +1,4 @@
-"""Where nothing fits the memory in the usual numbers of microbatches, stages are searched in more."""
+"""Where nothing fits the memory in the usual numbers of microbatches, or only with recomputation, stages are searched in more."""
 
 import itertools
 
@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from autopar.cost_model.hardware import preset
 from autopar.errors import ArgumentError, OutOfMemoryError
 from autopar.inter_op.candidates.timetables import Timetable
 from autopar.inter_op.candidates.tuning import TUNING
@@ -39,6 +40,34 @@ def test_more_microbatches_are_compared_where_nothing_fits_in_the_usual_ones(wid
     assert tight.timetable in larger
     least_s = min(found([one], limit).choice.step_s for one in larger)
     assert tight.choice.step_s <= (1 + TUNING.worth) * least_s
+
+
+def test_more_microbatches_are_compared_where_the_usual_ones_fit_with_recomputation_alone():
+    """Smaller microbatches keep less; what each task takes to start is nothing beside the work."""
+    width, usual, larger = 1024, [Timetable(8, "1f1b")], [Timetable(32, "1f1b")]
+    traced = traced_step([jnp.ones((width, width), jnp.float32)] * 4, jnp.ones((65536, width), jnp.float32))
+
+    def found(limit, tables=usual, **options):
+        loop_of, request = (
+            make_loops(split_scans(traced, ()), tables[0].microbatches),
+            request_on(preset("p3.16xlarge"), limit),
+        )
+        return search_stages(
+            loop_of, request, devices=4, timetables=tables, num_stages=2, shares=(0.0, 0.5, 1.0), **options
+        )
+
+    def peak(choice):
+        return max(stage.peak_bytes for stage in choice.stages)
+
+    free, small = found(None), found(None, larger)
+    assert not any(free.shares)
+    limit = int(0.9 * peak(free.choice))
+    assert peak(small.choice) < limit
+    again, more = found(limit), found(limit, larger=larger)
+    assert any(again.shares)
+    assert (more.timetable, any(more.shares)) == (larger[0], False)
+    assert more.choice.step_s < again.choice.step_s
+    assert found(None, larger=larger).timetable == usual[0]
 
 
 def test_layers_are_planned_in_the_largest_number_if_what_is_best_in_few_does_not_fit():

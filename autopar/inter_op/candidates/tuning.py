@@ -35,9 +35,11 @@ class Tuning:
     """And if its temporaries exceed the memory by at most this factor: one mesh then needs few microbatches, of which one number
     is planned. GPT on 8 V100s (9, `benchmarks/planning_ordinary.py`) is planned twice as fast for it; GPTs and a mixture on 4
     to 16 V100s (30 to 216, `benchmarks/weak_scaling.py`) left no time for stages."""
-    many_across: float = 4.0
+    many_across: float = 3.0
     """The same across nodes, where microbatches send more over slow links and one mesh takes longer to plan. A Wide-ResNet on 32
-    V100s (10, `benchmarks/weak_scaling.py`) got one mesh in 192 microbatches, five times slower than its stages."""
+    V100s (10, `benchmarks/weak_scaling.py`) got one mesh in 192 microbatches, five times slower than its stages. A Llama on 32
+    A100s in 0.6 of its memory (3.9, `benchmarks/planning_ordinary.py --tight`) got one that took most of the clock to plan, and
+    is 5 % slower than its stages."""
     least_gain: float = 0.1
     """After one mesh, stages are searched only if the bound on their gain exceeds this part of one mesh's step. Stages reach
     about half of the bound."""
@@ -103,13 +105,17 @@ class Tuning:
     """Relative gain below which the dynamic program stops looking. Layers' costs are less exact than this
     (`benchmarks/layer_sums.py`)."""
     room: float = 1.0
-    """Part of the memory limit that stages may use by the sum of their layers. The sum leaves things out, and it adds up the
+    """Part of the memory limit that stages may use by the sum of their layers. The sum is near what stages need, and adds up the
     fastest layouts of layers, where stages that are planned as wholes find leaner ones (`benchmarks/weak_scaling.py`: in 0.92 the
-    mixture on 64 V100s takes twice as long)."""
+    mixture on 64 V100s took twice as long)."""
     smaller_rooms: tuple[float, ...] = (0.92, 0.82, 0.7)
     """Parts of the memory limit in which stages are chosen again if those chosen in `room` do not fit as wholes, one after the
-    other; the first also if they take longer than promised. The other way to a plan is one mesh, which takes minutes to plan then
+    other; the first also if they are `squeezed`. The other way to a plan is one mesh, which takes minutes to plan then
     (`benchmarks/weak_scaling.py`, GPT-39B on 64 V100s)."""
+    squeezed: float = 0.06
+    """If stages that fit take this part longer than their layers promised, they may have been squeezed into the memory, and are
+    chosen again in less of it. A smaller part plans stages twice for less than it can gain (`benchmarks/planning_ordinary.py
+    --tight`, GPT of 24 layers on V100s: 4 %, 14 s)."""
     layer_counts: tuple[int, ...] = (64, 48, 40, 32, 24, 16, 12, 8, 4, 2)
     """Numbers of layers into which a step without block boundaries may be clustered. The number whose cuts are at ends of blocks
     wins, the largest among equals. `benchmarks/stage_search_time.py` plans 48 layers."""
