@@ -32,8 +32,8 @@ from autopar.inter_op.dynamic_program.problem import (
     StageProblem,
 )
 from autopar.inter_op.dynamic_program.submeshes import Submesh, size_of
-from autopar.inter_op.layer_bytes import Repetition, repetitions
 from autopar.inter_op.layer_costs import LayerCosts
+from autopar.inter_op.layer_sums import Repetition, repetitions
 from autopar.plan import Alternative
 from autopar.progress import enter
 from autopar.schedules.schedules import NAMED_SCHEDULES

@@ -17,8 +17,8 @@ import numpy as np
 from autopar.inter_op.dynamic_program.kinds import KindOfNodes
 from autopar.inter_op.dynamic_program.problem import CostTable
 from autopar.inter_op.dynamic_program.submeshes import Submesh, kind_of, submeshes
-from autopar.inter_op.layer_bytes import repetitions
 from autopar.inter_op.layer_costs import LayerCosts
+from autopar.inter_op.layer_sums import repetitions
 from autopar.inter_op.planned_layers import PlannedLayers
 
 KnownCosts: TypeAlias = dict[int, LayerCosts]

@@ -23,14 +23,14 @@ from autopar.inter_op.candidates.timetables import latency_share, seconds_at
 from autopar.inter_op.candidates.tuning import TUNING, Tuning
 from autopar.inter_op.dynamic_program.problem import CostTable
 from autopar.inter_op.dynamic_program.submeshes import Submesh, send_s
-from autopar.inter_op.layer_bytes import (
+from autopar.inter_op.layer_sums import (
     CostCase,
     executable_bytes,
     in_flight_bytes,
+    microbatch_seconds,
     repetitions,
     standing_bytes,
     sums,
-    task_seconds,
     working_bytes,
 )
 from autopar.inter_op.plan_stage import Planner, plan_program
@@ -216,7 +216,7 @@ class LayerCosts:
         if self._are_all and devices == self._devices:  # one stage is one executable, whatever tasks would need
             flying, working = np.zeros_like(flying), np.zeros_like(working)
         return CostTable(
-            seconds=np.where(has_plan, task_seconds(figures, case.again), np.inf),
+            seconds=np.where(has_plan, microbatch_seconds(figures, case.again), np.inf),
             once_s=np.where(has_plan, once_s + self._sent_once_s(devices), 0.0),
             transfer_s=np.where(has_plan, self._transfer_s(case.count, devices)[None, :], 0.0),
             weight_bytes=np.where(has_plan, standing, 0.0),

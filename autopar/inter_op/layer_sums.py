@@ -54,7 +54,7 @@ class CostCase:
     split: bool = False
 
 
-def task_seconds(figures: Sequence[LayerFigures], again: Repetition) -> np.ndarray:
+def microbatch_seconds(figures: Sequence[LayerFigures], again: Repetition) -> np.ndarray:
     """[i, j]: seconds of forward and backward of a microbatch of layers i to j - 1.
 
     Backward needs no layer's output again, unless it makes that of the next layer from it.

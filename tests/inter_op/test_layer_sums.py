@@ -6,14 +6,14 @@ import pytest
 
 from autopar.cost_model.hardware import preset
 from autopar.inter_op import search_pipeline
-from autopar.inter_op.layer_bytes import (
+from autopar.inter_op.layer_sums import (
     CostCase,
     Repetition,
     executable_bytes,
     in_flight_bytes,
+    microbatch_seconds,
     repetitions,
     standing_bytes,
-    task_seconds,
     working_bytes,
 )
 from autopar.inter_op.plan_pipeline import PipelineWishes
@@ -63,11 +63,11 @@ def test_what_stands_in_the_loop_has_a_margin_in_one_executable_alone():
 
 def test_backward_makes_no_output_again_that_it_does_not_read():
     figures = layers_with(forward_s=10.0, again_s=7.0, backward_s=20.0)
-    assert of_all(task_seconds(figures, Repetition())) == 120
-    assert of_all(task_seconds(figures, BY_LAYERS)) == 120 + 4 * 7
-    assert of_all(task_seconds(figures, AT_ONCE)) == 120 + 3 * 10 + 7
-    assert of_all(task_seconds(figures, Repetition(0.5, True))) == 120 + 2 * 7
-    assert np.all(np.tril(task_seconds(figures, AT_ONCE)[:, :-1]) == 0), "no layers take no time"
+    assert of_all(microbatch_seconds(figures, Repetition())) == 120
+    assert of_all(microbatch_seconds(figures, BY_LAYERS)) == 120 + 4 * 7
+    assert of_all(microbatch_seconds(figures, AT_ONCE)) == 120 + 3 * 10 + 7
+    assert of_all(microbatch_seconds(figures, Repetition(0.5, True))) == 120 + 2 * 7
+    assert np.all(np.tril(microbatch_seconds(figures, AT_ONCE)[:, :-1]) == 0), "no layers take no time"
 
 
 def test_the_first_stage_of_a_split_backward_keeps_all_until_its_weight_gradients():
