@@ -337,7 +337,8 @@ def test_transfers_take_what_the_cluster_says_of_meshes_of_their_size():
 
 @pytest.mark.sweep
 def test_the_sum_of_its_layers_is_near_what_a_stage_takes_as_a_whole():
-    traced = traced_step(*arguments(2048, batch=512))  # compute counts more than latencies
+    # Compute counts more than latencies, and than what a layer's layouts move that do not suit the next one.
+    traced = traced_step(*arguments(1024, batch=8192))
     found = search_pipeline(traced, PipelineWishes(num_stages=1), request_on(two_nodes()), devices=4)
     for by_layers_s, stage in zip(found.by_layers_s, found.pipeline.staged.stages, strict=True):
         assert by_layers_s == pytest.approx(stage.forward_s + stage.backward_s, rel=0.02)
