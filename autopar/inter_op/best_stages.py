@@ -90,7 +90,7 @@ class StageRules:
 class BestStages:
     """See the module's text. `outcomes`: what is known of each timetable; `ways`: all timetables.
 
-    `larger`: timetables with more microbatches, which are compared if nothing fits the memory in fewer.
+    `larger`: timetables with more microbatches, which are compared from `add_larger` on.
     """
 
     def __init__(

@@ -7,8 +7,8 @@ is chosen by an estimate is planned, and the choice made again, until everything
 number of microbatches, then in all. What can go wrong: the sum leaves out what layers share, such as a relayout at a boundary
 saved or an activation freed early. So the chosen stages are planned again as wholes, and their own figures are the plan's.
 
-Where nothing fits the memory in the numbers of microbatches around the usual one, larger ones are compared: first of all those in
-which the layers that repeat fit.
+Where nothing fits the memory in the numbers of microbatches around the usual one, or only with forward work done again, larger
+ones are compared: in the first case those before all in which the layers that repeat fit.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def search_stages(
         request: the machine, the memory limit, the constraints; its meshes are not used.
         devices: their number, all of which the stages use.
         timetables: what is compared.
-        larger: timetables with more microbatches, which are compared as well if nothing fits the memory in those.
+        larger: timetables with more microbatches, compared as well if nothing fits the memory in those, or not as it is.
         num_stages: the number of meshes, if it is given.
         shares: of its forward work, what the backward pass of a stage may do again; each stage gets one of them.
         beat_s: seconds of the step on one mesh, which several stages have to beat; one stage is then no candidate.
