@@ -297,7 +297,7 @@ class Catalogue:
             sizes=self._product_sizes(eqn, strategy) if entry.heavy else None,
             convolves=entry.convolves,
             reordered_bytes=self._reordered_bytes(eqn, strategy),
-            random_bytes=self._out_bytes(eqn, strategy) if entry.random else 0.0,
+            random_bytes=self._drawn_bytes(eqn, strategy) if entry.random else 0.0,
         )
 
     def _multiplied(self, eqn: Equation, entry: PrimitiveRule, flops: float) -> float:
@@ -319,7 +319,7 @@ class Catalogue:
             read[0] = min(read[0], float(self._out_bytes(eqn, strategy)))
         computed = 0.0 if entry.free else self.rules.tuning.tie * self._out_bytes(eqn, strategy)
         device = self.cluster.device
-        drawn_s = device.random_s_per_byte * self._out_bytes(eqn, strategy) if entry.random else 0.0
+        drawn_s = device.random_s_per_byte * self._drawn_bytes(eqn, strategy) if entry.random else 0.0
         moved_s = (sum(made) + sum(read) + computed) / device.kernel_bytes_per_s
         return moved_s + drawn_s + traffic.kernels * device.launch_s
 
@@ -354,6 +354,13 @@ class Catalogue:
 
     def _out_bytes(self, eqn: Equation, strategy: ShardingStrategy) -> int:
         return sum(self._each_out_bytes(eqn, strategy))
+
+    def _drawn_bytes(self, eqn: Equation, strategy: ShardingStrategy) -> int:
+        """Bytes per device of the random bits that an equation draws.
+
+        Threefry makes two words for each number, which are joined into one. A draw costs as much in one equation as in two.
+        """
+        return max(self._each_out_bytes(eqn, strategy), default=0)
 
     def _each_out_bytes(self, eqn: Equation, strategy: ShardingStrategy) -> list[int]:
         return [
