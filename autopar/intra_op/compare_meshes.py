@@ -40,7 +40,10 @@ Ended: TypeAlias = NothingFits | CutOff | NotSearched | Unreachable | Unfinished
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Looked:
-    """What was found on a mesh; a fork sends a `PlannedStep` packed. `choice_s`: no choice is faster, whatever the memory."""
+    """What was found on a mesh; a fork sends a `PlannedStep` packed. `choice_s`: no choice is faster, whatever the memory.
+
+    `is_whole`: more work would find nothing else.
+    """
 
     evenly_divided_s: float
     at_least_s: float
@@ -48,6 +51,7 @@ class _Looked:
     excess: float
     choice_s: float
     outcome: PlannedStep | PackedStep | Ended | None
+    is_whole: bool = True
 
 
 class MeshComparison:
@@ -250,10 +254,13 @@ class MeshComparison:
             work = request.tuning.first_work if shared.has_other_ways or not self._is_hurried else math.inf
             late = request.budget.clocked(work=work, once=self._has_plan) if self._is_hurried else Budget(work=work)
             request = dataclasses.replace(request, budget=late)
+        if mesh in (failed := shared.in_vain.get(self.traced, {})):
+            return cast(_Looked, failed[mesh])
         try:
-            return self._search_in_time(mesh, request)
+            looked = self._search_in_time(mesh, request)
         except LateError:
             return None
+        return dataclasses.replace(looked, is_whole=not request.budget.is_over)
 
     def _search_in_time(self, mesh: LogicalMesh, request: PlanRequest) -> _Looked:
         """Bound a mesh, and plan it unless its bound rules it out. Raises LateError if the clock ends that before a plan."""
@@ -343,6 +350,8 @@ class MeshComparison:
                     shared.best_s = plan.step_s
             case NothingFits() as failure:
                 self.failures.append(failure)
+                if looked.is_whole:
+                    shared.in_vain.setdefault(self.traced, {})[mesh] = looked
                 self.candidates.append(Candidate(mesh.shape, None))
             case CutOff(lower_bound_s) | NotSearched(lower_bound_s):
                 self.candidates.append(Candidate(mesh.shape, None, max(lower_bound_s, self._bound_s(mesh))))
