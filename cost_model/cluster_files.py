@@ -70,6 +70,7 @@ def _cluster(fields: Fields, origin: str) -> Cluster:
         all_reduce_latency=compiler.get("all_reduce_latency", 1.0),
         call_s=compiler.get("call_s", 0.0),
         call_s_per_array=compiler.get("call_s_per_array", 0.0),
+        call_s_per_byte=compiler.get("call_s_per_byte", 0.0),
         shares_host=compiler.get("shares_host", False),
         usd_per_device_hour=fields.get("usd_per_device_hour"),
     )
@@ -93,6 +94,7 @@ def cluster_to_json(cluster: Cluster, *, about: str, sources: Mapping[str, str])
         "all_reduce_latency": cluster.all_reduce_latency,
         "call_s": cluster.call_s,
         "call_s_per_array": cluster.call_s_per_array,
+        "call_s_per_byte": cluster.call_s_per_byte,
         "shares_host": cluster.shares_host,
     }
     return {**fields, "sources": dict(sources)}

@@ -81,6 +81,8 @@ class Cluster:
         all_reduce_latency: The part of its latency that one of many all-reduces pays where the compiler merges them.
         call_s: Seconds of a call of a compiled step on the host.
         call_s_per_array: Seconds that each array adds to a call, in and out.
+        call_s_per_byte: Seconds that each byte of a device adds to a call of a pipeline's task that reads or writes it: arrays
+            between calls lie in memory, and values of one program in caches. 0 where kernels are priced by their traffic.
         shares_host: The devices compute on the cores of the host, as virtual ones do, so that a call takes their time. If not,
             the host calls tasks ahead of the devices.
         usd_per_device_hour: What a device costs, in US dollars per hour; None if unknown. No plan depends on it.
@@ -96,6 +98,7 @@ class Cluster:
     all_reduce_latency: float = 1.0
     call_s: float = 0.0
     call_s_per_array: float = 0.0
+    call_s_per_byte: float = 0.0
     shares_host: bool = False
     usd_per_device_hour: float | None = dataclasses.field(default=None, repr=False, compare=False)
 
@@ -188,12 +191,14 @@ class Cluster:
         """Seconds of a call of a compiled step with so many arrays, each of which comes back."""
         return self.call_s + self.call_s_per_array * arrays
 
-    def called_s(self, device_s: float, arrays: float) -> float:
+    def called_s(self, device_s: float, arrays: float, handed_bytes: float = 0.0) -> float:
         """Seconds of one of many calls in a row: work of the devices that takes `device_s`, and the call of `arrays` on the host.
 
         The host calls ahead, so devices of their own only wait for it where their work is shorter than the call: they starve.
+        `handed_bytes`: what each device reads of other calls' results and writes for others.
         """
         call_s = self.dispatch_s(arrays)
+        device_s += self.call_s_per_byte * handed_bytes
         return device_s + call_s if self.shares_host else max(device_s, call_s)
 
     def of_kind(self, name: str) -> Cluster:

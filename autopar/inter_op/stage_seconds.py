@@ -103,14 +103,14 @@ def price_stage(
     forward_s = sum(s for task, s in seconds.items() if task is not None and task.kind == "forward") / m
     backward_s = sum(s for task, s in seconds.items() if task is not None and task.kind == "backward") / m
     once_s = sum(seconds.values()) - m * (forward_s + backward_s)
-    arrays = arrays_of_calls(program)
-    halves = [arrays[kind] for kind in ("input_gradient", "weight_gradient") if kind in arrays]
-    halves_s = sum(cluster.called_s(backward_s / 2, each) for each in halves)
+    memory = stage_memory(program, plan, assignment, compiler=compiler_of(cluster.device))
+    arrays, handed = arrays_of_calls(program), memory.bytes_of_calls()
+    halves = [kind for kind in ("input_gradient", "weight_gradient") if kind in arrays]
+    halves_s = sum(cluster.called_s(backward_s / 2, arrays[kind], handed[kind]) for kind in halves)
     forward_s, backward_s, once_s = (
-        cluster.called_s(work_s, arrays[kind]) if kind in arrays else work_s
+        cluster.called_s(work_s, arrays[kind], handed.get(kind, 0)) if kind in arrays else work_s
         for kind, work_s in (("forward", forward_s), ("backward", backward_s), ("update", once_s))
     )
-    memory = stage_memory(program, plan, assignment, compiler=compiler_of(cluster.device))
     return StagedStage(
         program=program,
         plan=plan,

@@ -40,6 +40,9 @@ ATTENTION_CPU = ((2, 64, 8, 32), (1, 128, 4, 64), (4, 128, 8, 16))
 ATTENTION = ((4, 1024, 16, 64), (8, 2048, 16, 128))
 TRANSPOSED_CPU = ((256, 1024), (1024, 256), (256, 128))
 TRANSPOSED = ((4096, 4096), (16384, 1024), (1024, 1024))
+CALLS = ((1,), (100,))
+CALLS_CPU = ((50, 2**15), (50, 2**17), (20, 2**17))
+"""As the tasks of a pipeline have them: they read what others made, and write arrays of their own."""
 COLLECTIVES: tuple[Collective, ...] = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute")
 ROUNDED = "tensorfloat32"
 """What products of float32 run in where nothing else is asked for; a device without it takes as long as in float32."""
@@ -55,7 +58,7 @@ class Case:
         kind: What is done.
         sizes: m, n, k of a "product"; examples, positions, heads and width of "reordered" products; rows and columns of a
             "transposed" copy; bytes of "pointwise" and "random" work; ranks and bytes of a collective; the number of small
-            operations of an "operation" case; arrays of a "dispatch".
+            operations of an "operation" case; arrays of a "dispatch", and bytes of each if its results do not take their places.
         dtype: The number format.
     """
 
@@ -95,7 +98,7 @@ def cases_for(platform: str, devices: int) -> tuple[Case, ...]:
     lengths = (2**23, 2**12, 2**20, 2**16) if on_cpu else (2**29, 2**16, 2**26, 2**22)
     cases += [Case("pointwise", (length,)) for length in lengths]
     cases += [Case("operation", (TUNING.chains * TUNING.chain_length,))]
-    cases += [Case("dispatch", (arrays,)) for arrays in (1, 100)]
+    cases += [Case("dispatch", sizes) for sizes in (*CALLS, *(CALLS_CPU if on_cpu else ()))]
     groups = [n for n in range(2, devices + 1) if devices % n == 0 and (n & (n - 1) == 0 or n == devices)]
     payloads = (2**22, 2**10, 2**20, 2**16) if on_cpu else (2**26, 2**12, 2**20)
     cases += [Case(kind, (n, size)) for kind in COLLECTIVES for n in reversed(groups) for size in payloads]

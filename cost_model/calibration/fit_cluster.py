@@ -11,7 +11,7 @@ a `Cluster`, and how far each kind of sample lies from what the cluster says of 
     pointwise    bytes that the equations of a fused chain write / bandwidth    bandwidth
                  on a device that fuses, bytes that the chain reads and writes / bandwidth + launch
     collective   a + a1 n + (b + b1 n) x bytes each rank sends                  a, a1, b, b1 for each kind
-    dispatch     c + c1 x arrays                                                c, c1
+    dispatch     c + c1 x arrays + c2 x bytes in and out                        c, c1, c2
 
 The bandwidth is that of equations, not of copies, where the planner prices each equation of a chain by what it writes: a chain
 as training steps have it (exponentials, divisions) takes longer than its traffic there. Whether the compiler makes one kernel of
@@ -71,7 +71,7 @@ def fit_cluster(samples: Sequence[Sample], preset: Cluster, devices: MeasuredDev
     errors: dict[str, float] = {}
     device = _fit_device(by_kind, preset.device, devices, errors)
     device = _fit_copies(by_kind, device, errors)
-    call_s, call_s_per_array, errors["dispatch"] = fit_calls(by_kind["dispatch"])
+    call_s, call_s_per_array, call_s_per_byte, errors["dispatch"] = fit_calls(by_kind["dispatch"])
     measured: dict[str, MeasuredCollective] = {}
     for kind in COLLECTIVES:
         if kind in by_kind:
@@ -85,6 +85,7 @@ def fit_cluster(samples: Sequence[Sample], preset: Cluster, devices: MeasuredDev
         tiers=(dataclasses.replace(first, measured=measured if holds_all else {}), *preset.tiers[1:]),
         call_s=call_s,
         call_s_per_array=call_s_per_array,
+        call_s_per_byte=call_s_per_byte,
     )
     return Calibrated(cluster, errors)
 
@@ -131,8 +132,8 @@ def _fit_copies(samples: Samples, device: Device, errors: dict[str, float]) -> D
     )
 
 
-def slow_down(cluster: Cluster, factor: float) -> Cluster:
-    """The cluster with a device that takes `factor` times as long for all that it computes."""
+def slow_down(cluster: Cluster, factor: float, *, launches: float | None = None) -> Cluster:
+    """The cluster with a device that takes `factor` times as long for all that it computes, and `launches` times for launches."""
     device = cluster.device
     return dataclasses.replace(
         cluster,
@@ -140,7 +141,7 @@ def slow_down(cluster: Cluster, factor: float) -> Cluster:
             device,
             peak_flops_per_s={dtype: peak / factor for dtype, peak in device.peak_flops_per_s.items()},
             memory_bytes_per_s=device.memory_bytes_per_s / factor,
-            launch_s=device.launch_s * factor,
+            launch_s=device.launch_s * (factor if launches is None else launches),
             reorder_s_per_byte=device.reorder_s_per_byte * factor,
             random_s_per_byte=device.random_s_per_byte * factor,
             transpose_s_per_byte=device.transpose_s_per_byte * factor,

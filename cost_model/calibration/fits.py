@@ -77,11 +77,17 @@ def fit_beside(samples: Sequence[Sample], known: Sequence[tuple[float, float]]) 
     return s_per_byte, statistics.fmean(errors)
 
 
-def fit_calls(samples: Sequence[Sample]) -> tuple[float, float, float]:
-    """(seconds of a call, seconds of each array, error)."""
-    rows = [(1.0, float(sample.case.sizes[0])) for sample in samples]
-    (call_s, per_array_s), error = nonnegative_fit(rows, [s.seconds for s in samples])
-    return call_s, per_array_s, error
+def fit_calls(samples: Sequence[Sample]) -> tuple[float, float, float, float]:
+    """(seconds of a call, seconds of each array, seconds of each byte that it reads or writes, error).
+
+    Bytes are told by the samples that state them, and 0 without any.
+    """
+    rows = []
+    for sample in samples:
+        arrays, *size = sample.case.sizes
+        rows.append((1.0, float(arrays), 2.0 * arrays * sum(size)))
+    (call_s, per_array_s, per_byte_s), error = nonnegative_fit(rows, [s.seconds for s in samples])
+    return call_s, per_array_s, per_byte_s, error
 
 
 def fit_collective(kind: Collective, samples: Sequence[Sample]) -> tuple[MeasuredCollective, float]:

@@ -36,11 +36,17 @@ def make_program(case: Case, devices: Sequence[jax.Device]) -> Program:
 
 
 def _make_calls(case: Case, devices: Sequence[jax.Device]) -> Program:
-    """Calls of a program that does nothing, with so many arrays in and out."""
+    """Calls of a program that does next to nothing, with so many arrays in and out.
+
+    Results take the places of arguments, as in a step that donates its state; or, of a case with bytes, they are new arrays.
+    """
+    number, *size = case.sizes
+    length = max(1, sum(size) // 4)
     mesh = Mesh(np.array(devices), ("device",))
     sharding = NamedSharding(mesh, P("device"))
-    arrays = [jax.device_put(jnp.zeros((len(devices),)), sharding) for _ in range(case.sizes[0])]
-    step = jax.jit(lambda given: [x + 1 for x in given], donate_argnums=0, out_shardings=sharding)
+    arrays = [jax.device_put(jnp.zeros((len(devices) * length,)), sharding) for _ in range(number)]
+    donated = () if size else (0,)
+    step = jax.jit(lambda given: [x + 1 for x in given], donate_argnums=donated, out_shardings=sharding)
     held = [step(arrays)]
 
     def run(count: int) -> None:

@@ -86,6 +86,20 @@ def test_a_split_backward_is_called_twice(shares_host):
     assert predict_step_s(called) == pytest.approx(called.step_s, rel=1e-12)
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_a_task_pays_for_the_bytes_that_it_hands_to_the_stage_s_tasks_and_is_handed(name):
+    """With a second for each byte: what forward keeps is written there, and read by backward."""
+    free = machine(1)
+    alone = planned(**STAGES, schedule=name, cluster=free)
+    paid = planned(**STAGES, schedule=name, cluster=dataclasses.replace(free, call_s_per_byte=1.0))
+    for before, after in zip(alone.stages, paid.stages, strict=True):
+        forward, backward = (getattr(after, part) - getattr(before, part) for part in ("forward_s", "backward_s"))
+        assert (forward, backward) == pytest.approx((round(forward), round(backward)), abs=1e-3)
+        assert min(forward, backward) > 0
+        assert after.once_s == pytest.approx(before.once_s)
+    assert predict_step_s(paid) == pytest.approx(paid.step_s, rel=1e-12)
+
+
 def test_a_call_pays_for_the_arrays_that_come_and_go():
     """With a second for each array, a stage's seconds are numbers of arrays, weights among them."""
     cluster = dataclasses.replace(machine(1), call_s_per_array=1.0, shares_host=True)

@@ -1,5 +1,6 @@
 """What stages of one mesh take together: by hand, between what the largest takes and the sum of all, and as limits are shared."""
 
+import dataclasses
 import types
 
 import hypothesis
@@ -33,6 +34,18 @@ def interleaved(meshes=2, microbatches=8, chunks=2):
     return InFlight(
         make_schedule("interleaved", num_meshes=meshes, num_microbatches=microbatches, virtual_stages=chunks)
     )
+
+
+def test_the_bytes_that_calls_hand_to_each_other_by_hand():
+    """Forward reads what came and writes the residual, which backward reads; sums stay where they are in a loop, too."""
+    calls = memory(1, residual=7, received=3, sums=10).bytes_of_calls()
+    assert calls == {"forward": 3 + 7, "input_gradient": 7, "weight_gradient": 0, "backward": 7}
+    split = dataclasses.replace(
+        memory(0), passing=(*memory(0).passing, Kept("input_gradient", 0, "weight_gradient", 4))
+    )
+    calls = split.bytes_of_calls()
+    assert (calls["input_gradient"], calls["weight_gradient"]) == (7 + 4, 4)
+    assert calls["backward"] == 7, "in one task the cotangents stay where they are"
 
 
 def test_the_peak_of_a_mesh_by_hand():

@@ -121,7 +121,8 @@ def test_stages_keep_named_values():
         return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
 
     (weights, _), x = arguments(layers=4, batch=512)
-    uncalled = dataclasses.replace(preset("cpu"), call_s=0.0, call_s_per_array=0.0)  # a call pays for what is kept
+    # A call pays for what is kept.
+    uncalled = dataclasses.replace(preset("cpu"), call_s=0.0, call_s_per_array=0.0, call_s_per_byte=0.0)
     plans = {}
     for way in ("none", "named", "layer"):
         parallel = autopar.parallelize(named_step, recompute=way, cluster=uncalled, **TWO_STAGES)

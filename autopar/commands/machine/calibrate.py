@@ -28,14 +28,14 @@ from autopar.commands.machine.calibration_report import (
     describe_left_out,
     describe_steps,
     describe_waiting,
+    in_words,
     list_left_out,
-    list_ratios,
     make_table,
     waiting_source,
     warn_if_busy,
 )
 from autopar.commands.machine.refit import refit_to_file
-from autopar.commands.machine.whole_steps import measure_whole_steps, steps_left_out
+from autopar.commands.machine.whole_steps import Beside, measure_whole_steps, steps_left_out
 from autopar.commands.terminal.printing import print_json
 from autopar.cost_model.calibration.cases import Case, Sample, cases_for, needed_of
 from autopar.cost_model.calibration.clocks import keep_freed_memory
@@ -109,18 +109,17 @@ def calibrate_to_file(
     has_time = clock.left_s() > measuring.first_s
     waited = _measure_waiting(devices, console) if has_time else []
     waiting = add_waiting(found.cluster, waited)
-    ratios = measure_whole_steps(
+    beside = measure_whole_steps(
         remove_waiting(waiting), devices, console, left_s=clock.left_s, first_s=measuring.first_s
     )
-    factor = math.prod(ratios.values()) ** (1 / max(len(ratios), 1))
-    cluster = slow_down(waiting, factor)
-    left_out = [*list_left_out(measuring.cases, samples), *steps_left_out(devices, ratios)]
+    cluster = slow_down(waiting, beside.rates, launches=beside.launches)
+    left_out = [*list_left_out(measuring.cases, samples), *steps_left_out(devices, beside.ratios)]
     if not has_time and ranks_wait(devices):
         left_out.append("what collectives wait for ranks")
-    sources = _name_sources(ratios, factor, waiting_source(waited, has_time=has_time))
+    sources = _name_sources(beside, waiting_source(waited, has_time=has_time))
     measuring.write(cluster, left_out, sources)
     _show(console, dataclasses.replace(found, cluster=cluster), samples, waited)
-    for line in (*describe_steps(ratios, factor), *describe_left_out(left_out), f"wrote {path}"):
+    for line in (*describe_steps(beside), *describe_left_out(left_out), f"wrote {path}"):
         console.print(line)
     warn_if_busy(samples, waited)
     return dataclasses.replace(found, cluster=cluster)
@@ -180,7 +179,7 @@ class _Measuring:
     def _write_first(self, samples: Sequence[Sample]) -> None:
         self.first_s = self._clock.taken_s()
         left_out = [*list_left_out(self.cases, samples), *steps_left_out(self._devices, {})]
-        sources = _name_sources({}, 1.0, "waiting was not measured yet")
+        sources = _name_sources(Beside({}), "waiting was not measured yet")
         self.write(self.fit(samples).cluster, left_out, sources)
         self._console.print(
             f"wrote first figures, of {len(samples)} measurements, to {self._path} after {self.first_s:.0f} s; measuring more"
@@ -216,12 +215,12 @@ def _show(console: Console, found: Calibrated, samples: Sequence[Sample], waited
         console.print(line)
 
 
-def _name_sources(ratios: Mapping[str, float], factor: float, waiting: str) -> dict[str, str]:
+def _name_sources(beside: Beside, waiting: str) -> dict[str, str]:
     """Where the figures of the file come from, by its parts."""
     measured = f"measured by `autopar calibrate` with JAX {jax.__version__}"
     whole = "whole steps were not measured, which may take longer than their parts"
-    if ratios:
-        whole = f"times in the ratio of whole steps to their parts, {factor:.2f} ({list_ratios(ratios)})"
+    if beside.ratios:
+        whole = f"times in the ratio of whole steps to their parts, {in_words(beside)}"
     merged = " and all_reduce_latency" if waiting == MEASURED_WAITING else ""
     return {
         "device": f"{measured}, all devices busy at once; {whole}; memory as the system tells",

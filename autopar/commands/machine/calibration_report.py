@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
+from autopar.commands.machine.whole_steps import Beside
 from autopar.cost_model.calibration.cases import Case, Sample
 from autopar.cost_model.calibration.fit_cluster import Calibrated
 from autopar.cost_model.calibration.waiting import Waited, are_steady
@@ -44,18 +45,19 @@ def describe_left_out(left_out: Sequence[str]) -> Iterator[str]:
         yield f"left out for want of time (--seconds): {', '.join(left_out)}"
 
 
-def describe_steps(ratios: Mapping[str, float], factor: float) -> Iterator[str]:
+def describe_steps(beside: Beside) -> Iterator[str]:
     """Yield what whole steps take, if they were measured."""
-    if ratios:
-        yield (
-            f"whole steps take {factor:.2f} times the sum of their parts ({list_ratios(ratios)}); the file has it in the "
-            "device's figures"
-        )
+    if beside.ratios:
+        yield f"whole steps take longer than the sum of their parts: {in_words(beside)}; the file has it in the device's figures"
 
 
-def list_ratios(ratios: Mapping[str, float]) -> str:
-    """The models with their ratios."""
-    return ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
+def in_words(beside: Beside) -> str:
+    """The factors of rates and launches, and the ratio of each step."""
+    each = ", ".join(f"{name} {ratio:.2f}" for name, ratio in beside.ratios.items())
+    factors = f"{beside.rates:.2f}"
+    if beside.launches != beside.rates:
+        factors = f"rates {beside.rates:.2f} times, launches {beside.launches:.2f} times"
+    return f"{factors} ({each})"
 
 
 def describe_waiting(cluster: Cluster, waited: Sequence[Waited]) -> Iterator[str]:
@@ -96,7 +98,10 @@ def make_table(found: Calibrated, samples: Sequence[Sample]) -> Table:
     row("transposed copies", f"{device.transpose_s_per_byte * 1e9:.2f} ns a byte", "transposed")
     row("random bits", f"{device.random_s_per_byte * 1e9:.2f} ns a byte", "random")
     table.add_row("launch of an operation", f"{device.launch_s * 1e6:.1f} us")
-    row("calls", f"{cluster.call_s * 1e6:.0f} us + {cluster.call_s_per_array * 1e6:.1f} us an array", "dispatch")
+    called = f"{cluster.call_s * 1e6:.0f} us + {cluster.call_s_per_array * 1e6:.1f} us an array"
+    if cluster.call_s_per_byte:
+        called += f" + {cluster.call_s_per_byte * 1e9:.2f} ns a byte of tasks"
+    row("calls", called, "dispatch")
     for kind, figures in cluster.tiers[0].measured.items():
         latency = f"{figures.latency_s * 1e6:.0f} + {figures.latency_s_per_rank * 1e6:.1f} n us"
         per_byte = f"{figures.s_per_byte * 1e9:.3f} + {figures.s_per_byte_per_rank * 1e9:.4f} n ns a byte"

@@ -92,6 +92,20 @@ class StageMemory:
             return text
         return f"{text}, and cotangents that wait for their weight gradients {self.cotangent_bytes:,}"
 
+    def bytes_of_calls(self) -> dict[str, int]:
+        """For each kind of task of a microbatch, the bytes of a device that a call hands on or is handed, by the stage's tasks.
+
+        Sums of gradients are not among them: a loop over microbatches in one program reads and writes them as well. Split halves
+        of a backward hand cotangents to each other.
+        """
+        found: dict[str, int] = {"forward": 0, "input_gradient": 0, "weight_gradient": 0}
+        for one in self.passing:
+            found[one.reader] += one.bytes
+            if one.source == self.stage:
+                found[one.maker] += one.bytes
+        found["backward"] = found["input_gradient"] + found["weight_gradient"] - 2 * self.cotangent_bytes
+        return found
+
     @property
     def residual_bytes(self) -> int:
         """What a microbatch in flight keeps between forward and backward."""

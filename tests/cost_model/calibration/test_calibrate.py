@@ -74,7 +74,8 @@ def true_seconds(case: Case) -> float:
         case "operation":
             return 2e-6 * case.sizes[0]
         case "dispatch":
-            return 50e-6 + 4e-6 * case.sizes[0]
+            arrays, *size = case.sizes
+            return 50e-6 + 4e-6 * arrays + 0.3e-9 * 2 * arrays * sum(size)
     a, a1, b, b1 = PER_KIND[case.kind]
     n, size = case.sizes
     factor = {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1.0}.get(case.kind, (n - 1) / n)
@@ -97,6 +98,7 @@ def test_the_fit_finds_the_device_that_made_the_measurements(found):
     assert device.random_s_per_byte == pytest.approx(3e-9, rel=1e-6)
     assert device.transpose_s_per_byte == pytest.approx(2e-9, rel=1e-6)
     assert (found.cluster.call_s, found.cluster.call_s_per_array) == pytest.approx((50e-6, 4e-6))
+    assert found.cluster.call_s_per_byte == pytest.approx(0.3e-9)
     assert max(found.errors.values()) < 1e-3
 
 
@@ -156,6 +158,7 @@ def test_a_slowed_cluster_computes_longer_and_communicates_as_before(found):
     assert slow.device.flops_per_s_of("float32") == found.cluster.device.flops_per_s_of("float32") / 1.5
     assert slow.device.sustained_bytes_per_s == found.cluster.device.sustained_bytes_per_s / 1.5
     assert slow.device.launch_s == found.cluster.device.launch_s * 1.5
+    assert slow_down(found.cluster, 1.5, launches=4.0).device.launch_s == found.cluster.device.launch_s * 4.0
     assert slow.device.reorder_s_per_byte == found.cluster.device.reorder_s_per_byte * 1.5
     assert slow.device.random_s_per_byte == found.cluster.device.random_s_per_byte * 1.5
     assert slow.device.transpose_s_per_byte == found.cluster.device.transpose_s_per_byte * 1.5
@@ -209,7 +212,7 @@ def test_a_product_pays_for_operands_in_another_order_and_for_random_bits_what_t
     assert roofline_s(TRUE, **given) == 2e-6
     assert roofline_s(TRUE, **given, reordered_bytes=1000.0) == pytest.approx(2e-6 + 0.7e-6)
     assert roofline_s(TRUE, **given, random_bytes=1000.0) == pytest.approx(2e-6 + 3e-6)
-    plain = preset("cpu").device
+    plain = preset("dgx-a100").device
     assert roofline_s(plain, **given, reordered_bytes=1e9, random_bytes=1e9) == roofline_s(plain, **given)
 
 

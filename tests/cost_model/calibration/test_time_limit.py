@@ -105,11 +105,11 @@ def run(clock, monkeypatch, tmp_path):
     monkeypatch.setattr(calibrate, "ranks_wait", lambda _: False)
     monkeypatch.setattr(whole_steps, "step_clock", lambda _: clock)
 
-    def plan_step(name, sizes, *, cluster, devices):
+    def plan_step(name, sizes, microbatches, *, cluster, devices):
         clock.s += clock.step_s
         step = lambda state, _: (state, clock.run(100))  # noqa: E731
         return whole_steps.WholeStep(
-            name=name, step=step, state=0.0, batch=0.0, computed_s=1e-2, beside_s=1e-4, times_s=[]
+            name=name, model=name, step=step, state=0.0, batch=0.0, computed_s=1e-2, beside_s=1e-4, times_s=[]
         )
 
     monkeypatch.setattr(whole_steps, "_plan_step", plan_step)
