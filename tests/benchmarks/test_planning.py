@@ -14,12 +14,14 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar.cost_model.hardware import find_cluster
+from autopar.cost_model.hardware import preset
 from autopar.inter_op.one_mesh import plan_on_one_mesh
+from autopar.intra_op.compare_meshes import MeshComparison
 from autopar.intra_op.planner import plan_step
 from autopar.intra_op.request import logical_meshes
 from autopar.solver.budget import SECONDS_PER_UNIT
 from tests.benchmarks.scripts import SCRIPTS, load_script
+from tests.even_links import even_links
 from tests.inter_op.test_search import request_on, traced_step
 
 TINY = "mlp --layers 2 --hidden 32 --batch 32 --devices 4 --cluster p3.16xlarge"
@@ -158,7 +160,7 @@ def test_the_small_programs_are_those_that_were_measured_before(load):
 def test_a_flow_of_tiny_operations_takes_the_solver_little_work_and_a_third_axis_none(load):
     """Work is counted in units, the same each time: 0.05 s of them here, 0.2 s where a mesh of three axes is planned as well."""
     flow = load("small_programs").flow()
-    request = dataclasses.replace(request_on(find_cluster("cpu")), meshes=logical_meshes(8))
+    request = dataclasses.replace(request_on(even_links()), meshes=logical_meshes(8))
     plan = plan_step(traced_step(flow.state, flow.batch, fun=flow.step), request).plan
     assert request.budget.spent * SECONDS_PER_UNIT < 0.1
     planned = {one.mesh_shape for one in plan.candidates if one.step_s is not None}
@@ -166,12 +168,42 @@ def test_a_flow_of_tiny_operations_takes_the_solver_little_work_and_a_third_axis
     assert max(map(len, planned)) <= 2
 
 
+def test_a_third_axis_that_may_win_takes_the_solver_no_more_than_its_share(load):
+    """Where ranks wait for each other, small groups may be faster: then all meshes are searched, the last for half a second."""
+    program = load("small_programs").operations(None)
+    request = dataclasses.replace(request_on(preset("cpu")), meshes=logical_meshes(8))
+    traced = traced_step(program.state, program.batch, fun=program.step)
+    found = plan_on_one_mesh(traced, request, num_microbatches=1, recompute="none", devices=8)
+    assert request.budget.spent * SECONDS_PER_UNIT < 1.0
+    assert found.plan.mesh_shape == (2, 4)
+    assert {one.mesh_shape for one in found.plan.candidates if one.step_s is not None} >= {(8,), (2, 4)}
+
+
+def test_a_mesh_on_which_nothing_fits_is_searched_once_if_its_search_came_to_its_end(load, monkeypatch):
+    """When every way has failed, the last one is planned again at any cost: only where more work could find something."""
+    program, searched = load("small_programs").operations(), []
+    traced = traced_step(program.state, program.batch, fun=program.step)
+    search = MeshComparison._search_in_time
+    spy = lambda self, mesh, request: searched.append((self.traced, mesh)) or search(self, mesh, request)  # noqa: E731
+    monkeypatch.setattr(MeshComparison, "_search_in_time", spy)
+    request = dataclasses.replace(request_on(even_links()), meshes=logical_meshes(8), memory_limit_bytes=1500)
+    with pytest.raises(autopar.OutOfMemoryError):
+        plan_on_one_mesh(traced, request, num_microbatches="auto", recompute="none", devices=8)
+    assert len(searched) == len(set(searched)) >= 2
+    searched.clear()
+    hurried = dataclasses.replace(request, tuning=dataclasses.replace(request.tuning, first_work=1.0))
+    with pytest.raises(autopar.OutOfMemoryError):
+        plan_on_one_mesh(traced, hurried, num_microbatches="auto", recompute="none", devices=8)
+    assert len(searched) > len(set(searched)), "what was left early is searched again"
+
+
 @pytest.mark.parametrize(("share", "most_s"), [(None, 0.05), (0.9, 0.6)])
 def test_fourteen_operations_take_the_solver_as_little_work_as_a_run_repays(load, share, most_s):
     """Of a mesh of three axes their classes give a bound near the plan's; what is open within 0.9 of the memory is left open."""
-    program = load("small_programs").operations(share)
-    limit = program.wishes.get("memory_limit_bytes")
-    request = dataclasses.replace(request_on(find_cluster("cpu")), meshes=logical_meshes(8), memory_limit_bytes=limit)
+    program = load("small_programs").operations()
+    free = autopar.parallelize(program.step, devices=8, cluster=even_links()).plan(program.state, program.batch)
+    limit = None if share is None else int(share * free.peak_bytes)
+    request = dataclasses.replace(request_on(even_links()), meshes=logical_meshes(8), memory_limit_bytes=limit)
     traced = traced_step(program.state, program.batch, fun=program.step)
     found = plan_on_one_mesh(traced, request, num_microbatches=1, recompute="none", devices=8)
     assert request.budget.spent * SECONDS_PER_UNIT < most_s

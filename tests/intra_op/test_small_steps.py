@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 
 import autopar
+from autopar.cost_model.hardware import preset
 from autopar.solver import integer_program
+from tests.even_links import even_links
 
 WIDTH, FEATURES = 32, 4
 
@@ -56,11 +58,17 @@ def plan_counting_programs(monkeypatch, **wishes):
 def test_two_hundred_small_operations_on_eight_devices_take_one_integer_program_at_most_for_each_mesh_that_loses(
     monkeypatch,
 ):
-    plan, solved = plan_counting_programs(monkeypatch)
+    plan, solved = plan_counting_programs(monkeypatch, cluster=even_links())
     assert len(plan.equations) > 180
     assert len(plan.candidates) >= 3
     assert plan.mesh_shape == (8,)
     assert solved <= len(plan.candidates) - 1
+
+
+def test_where_ranks_wait_for_each_other_two_axes_win_and_each_mesh_takes_one_integer_program_at_most(monkeypatch):
+    plan, solved = plan_counting_programs(monkeypatch, cluster=preset("cpu"))
+    assert plan.mesh_shape == (2, 4)
+    assert solved <= len(plan.candidates)
 
 
 def test_the_mesh_that_wins_is_bounded_within_a_percent_without_an_integer_program(monkeypatch):

@@ -22,6 +22,7 @@ from autopar.intra_op.choices.options import PlannerOptions
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.moves import KINDS, LayoutSpace, Move, MoveTable, all_layouts, moves_from, permutation, size_key
 from autopar.layouts.perform import perform_move
+from tests.even_links import even_links
 from tests.layouts.values import assert_holds, device_mesh, held_by_devices
 
 
@@ -175,7 +176,7 @@ def test_two_partial_axes_are_reduced_by_one_collective_where_the_cluster_prices
 
 
 def test_what_is_scattered_or_gathered_behind_other_dimensions_pays_for_a_transposed_copy():
-    cpu = PRESETS["cpu"]
+    cpu = even_links()
     device = dataclasses.replace(cpu.device, transpose_s_per_byte=1e-3)
     dear = dataclasses.replace(cpu, device=device)
     whole, summed = Layout(((), ())), Layout(((), ()), ((0, "sum"),))
@@ -196,7 +197,7 @@ def test_what_is_scattered_or_gathered_behind_other_dimensions_pays_for_a_transp
 
 
 def test_a_dear_transposed_copy_is_gone_around_by_sending_each_device_its_part():
-    cpu = PRESETS["cpu"]
+    cpu = even_links()
     device = dataclasses.replace(cpu.device, transpose_s_per_byte=2e-9)
     space = space_of((256, 1024), (8,), cluster=dataclasses.replace(cpu, device=device))
     path = space.path(Layout(((), ()), ((0, "sum"),)), Layout(((), (0,))))

@@ -14,7 +14,7 @@ from autopar.recording.trace_file import write_run
 from tests.commands.command_line import run
 from tests.recording.recordings import PLAN, PRODUCT, in_stages, on_one_mesh, ran
 
-CPU = preset("cpu")
+CPU = dataclasses.replace(preset("cpu"), device=dataclasses.replace(preset("cpu").device, matrix_efficiency={}))
 PAIRS = ((0, 1), (2, 3))
 GELU = ProgramOperation(name="fusion.3", opcode="fusion", bytes=4096)
 EFFICIENCY = CPU.device.efficiency_of("float32").best
