@@ -38,12 +38,16 @@ def test_ratios_are_taken_within_rounds_and_a_faster_way_is_told(script, capsys)
 @pytest.mark.slow
 def test_a_small_model_runs_by_our_plan_and_by_plain_jit(script, tmp_path, monkeypatch):
     monkeypatch.setattr(script, "MODELS", {"small": ("mlp", {"layers": 1, "hidden": 16, "inputs": 16, "batch": 16})})
-    asked = ["--only", "small", "--ways", "autopar", "jax.jit*", "--rounds", "3", "--results", str(tmp_path), "--plot"]
+    asked = ["--only", "small", "--ways", "autopar", "jax.jit*", "--rounds", "3", "--plot"]
+    asked += ["--results", str(tmp_path / "rows"), "--cluster", "cpu"]
     assert script.main(asked) in (0, 1)
-    found = json.loads((tmp_path / "small.json").read_text())
+    found = json.loads((tmp_path / "rows" / "small.json").read_text())
     assert [row["way"] for row in found["rows"]] == ["autopar", "jax.jit, Shardy", "jax.jit, GSPMD"]
     assert all(len(row["seconds"]) == 3 for row in found["rows"])
     assert (tmp_path / "baselines_real.svg").stat().st_size > 1000
+    heading, _, *lines = (tmp_path / "baselines_real_table.md").read_text().splitlines()
+    assert heading == "| way | small |"
+    assert [line.split(" | ")[0] for line in lines] == ["| autopar", "| jax.jit, Shardy", "| jax.jit, GSPMD"]
 
 
 def test_every_way_is_named_once(script):
