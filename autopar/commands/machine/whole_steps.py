@@ -159,8 +159,10 @@ def steps_left_out(devices: Sequence[jax.Device], ratios: Mapping[str, float]) -
     return [f"whole steps of {name}" for name in names if name not in ratios]
 
 
-def _steps_on(devices: Sequence[jax.Device]) -> Sequence[tuple[str, Sizes, int]]:
-    return WHOLE_STEPS_CPU if devices[0].platform == "cpu" else WHOLE_STEPS
+def _steps_on(devices: Sequence[jax.Device]) -> list[tuple[str, Sizes, int]]:
+    """Those in microbatches only where each device has examples of every one."""
+    every = WHOLE_STEPS_CPU if devices[0].platform == "cpu" else WHOLE_STEPS
+    return [step for step in every if step[2] == 1 or step[1]["batch"] % (step[2] * len(devices)) == 0]
 
 
 def _in_words(name: str, microbatches: int) -> str:

@@ -1,9 +1,11 @@
 """What whole steps take beside their parts: rates of each model, and launches that several numbers of microbatches tell."""
 
+import types
+
 import pytest
 
 from autopar.commands.machine.calibration_report import describe_steps
-from autopar.commands.machine.whole_steps import WHOLE_STEPS_CPU, Beside, WholeStep
+from autopar.commands.machine.whole_steps import WHOLE_STEPS_CPU, Beside, WholeStep, steps_left_out
 
 
 def measured(model, microbatches, *, rest_s, launches_s, rates, launches, beside_s=2e-3):
@@ -52,3 +54,7 @@ def test_launches_that_would_be_negative_leave_one_factor_for_all():
 def test_virtual_devices_measure_a_model_in_one_and_in_many_microbatches():
     counts = [microbatches for name, _, microbatches in WHOLE_STEPS_CPU if name == "gpt"]
     assert counts == [1, 8]
+    devices = [types.SimpleNamespace(platform="cpu")]
+    every = "whole steps of gpt in 8 microbatches"
+    assert every in steps_left_out(devices * 8, {})
+    assert every not in steps_left_out(devices * 16, {}), "half of the devices would have no example"
