@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.extend.random import threefry2x32_p
 
 import autopar
 from autopar.__main__ import main
@@ -233,6 +234,17 @@ def test_random_bits_are_priced_by_the_bytes_that_are_drawn():
         return x + lax.bitcast_convert_type(jax.random.bits(key, (32, 32)), jnp.float32)
 
     drawn = _priced_s(noisy, jax.ShapeDtypeStruct((32, 32), "float32"), random_s_per_byte=1.0)
+    assert drawn == pytest.approx(4 * 32 * 32, rel=0.01)
+
+
+def test_the_two_words_of_a_random_number_are_one_draw():
+    """As microbatches draw them, each its part of the whole batch's numbers."""
+
+    def both(x):
+        high, low = threefry2x32_p.bind(*(jnp.uint32(1), jnp.uint32(2)), x, x)
+        return high ^ low
+
+    drawn = _priced_s(both, jax.ShapeDtypeStruct((32, 32), "uint32"), random_s_per_byte=1.0)
     assert drawn == pytest.approx(4 * 32 * 32, rel=0.01)
 
 
