@@ -21,6 +21,7 @@ from autopar.program.loops import Loop, LoopEquation
 from autopar.program.observe import answering, branch_that_returns, is_call, is_observer, observe, refuse_side_effects
 from autopar.program.opened.called import operands_of
 from autopar.program.opened.constrain import PARAMETER_OF, asked_of, constrain_p
+from autopar.program.opened.depths import Depths
 from autopar.program.opened.islands import opened_by
 from autopar.program.opened.rolls import with_rolls
 from autopar.program.program import Atom, Equation, Program, Tag, can_be_awaited, fan_out_p, variables_of
@@ -67,6 +68,7 @@ class _ProgramBuilder:
         self.constants: list[tuple[Var, Any]] = []
         self.tag: Tag | None = None
         self.observers: list[tuple[JaxprEqn, list[Atom]]] = []
+        self._depths = Depths()
 
     def inline(self, jaxpr: Any, consts: Sequence[Atom], args: Sequence[Atom]) -> list[Atom]:
         env: dict[Any, Atom] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
@@ -100,20 +102,14 @@ class _ProgramBuilder:
 
     def _barrier(self, eqn: JaxprEqn, operands: Sequence[Atom]) -> list[Atom]:
         """Operands that are there only together: one copy each, which waits for the operand that is made last."""
-        made = self._made()
-        last = max((v for v in operands if v in made and can_be_awaited(v)), key=made.__getitem__, default=None)
-        waits = [v is not last and (v in made or bytes_of(v) <= SMALL_BYTES) for v in operands]
+        made = self._depths.after(self.equations)
+        there = dict.fromkeys(v for v in operands if not isinstance(v, Literal) and v in made)
+        last = max(filter(can_be_awaited, there), key=made.__getitem__, default=None)
+        waits = [
+            not isinstance(v, Literal) and v is not last and (v in there or bytes_of(v) <= SMALL_BYTES)
+            for v in operands
+        ]
         return [self._keep_apart(eqn, v, last if late else None) for v, late in zip(operands, waits, strict=True)]
-
-    def _made(self) -> dict[Var, int]:
-        """How many equations each value is behind; a copy behind a barrier is there as soon as what it is a copy of."""
-        made: dict[Var, int] = {}
-        for eqn in self.equations:
-            is_copy = eqn.primitive is optimization_barrier_p
-            behind = [made[v] for v in (*eqn.invars, eqn.after) if not isinstance(v, Literal) and v in made]
-            if behind or not is_copy:
-                made.update((v, max(behind, default=0) + (not is_copy)) for v in eqn.outvars)
-        return made
 
     def _keep_apart(self, eqn: JaxprEqn, operand: Atom, after: Var | None) -> Atom:
         if isinstance(operand, Literal):
