@@ -26,6 +26,7 @@ from autopar.errors import UnsupportedProgramError
 from autopar.intra_op.lowering.per_device import Lowering, Placed
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.monoids import COMBINE, neutral_element
+from autopar.microbatches.equal_values import find_equal
 from autopar.microbatches.time_plan import TimePlan
 from autopar.program.evaluate import wait_for
 from autopar.program.program import Equation
@@ -162,7 +163,9 @@ class TimeLoop:
         self.program = traced.program
         self._equations = {phase: plan.of_phase(phase) for phase in ("prologue", "body", "epilogue")}
         made_before = (v for eqn in self._equations["prologue"] for v in eqn.outvars)
-        self._known = frozenset((*self.program.invars, *made_before))
+        self._inputs = frozenset(self.program.invars)
+        self._known = self._inputs.union(made_before)
+        self._equal = find_equal(self._equations["prologue"])
         self.sliced = self._sliced_inputs()
         self.body_operands = self._operands_of("body")
         self.results = self._results()
@@ -178,22 +181,36 @@ class TimeLoop:
         )
 
     def prologue(self, inputs: Sequence[jax.Array]) -> dict[Var, jax.Array]:
-        """Inputs, as `inputs()` describes them, to every whole value that is known before the loop."""
+        """Inputs, as `inputs()` describes them, to every whole value that is known before the loop; equal ones are one array."""
         values = {
             var: jnp.reshape(x, var.aval.shape) if var in self.sliced else x
             for var, x in zip(self.program.invars, inputs, strict=True)
         }
-        return self._whole("prologue", values)
+        found = self._whole("prologue", values)
+        return {v: found[self._equal.get(v, v)] for v in found}
+
+    def first_made(self, value: Var) -> Var:
+        """Of what the prologue makes, the first that equals a value known before the loop; else that value itself."""
+        first = self._equal.get(value, value)
+        return value if first in self._inputs else first
 
     def body(
-        self, microbatch: jax.typing.ArrayLike, values: Mapping[Var, jax.Array], slices: Mapping[Var, jax.Array]
-    ) -> list[jax.Array]:
-        """One microbatch: what each of `results` gets from it. `slices` are this microbatch's rows of sliced inputs."""
+        self,
+        microbatch: jax.typing.ArrayLike,
+        values: Mapping[Var, jax.Array],
+        slices: Mapping[Var, jax.Array],
+        accumulators: Mapping[Var, jax.Array],
+    ) -> tuple[dict[Var, jax.Array], dict[Var, jax.Array]]:
+        """One microbatch: the accumulators after it, and what it gives to stacks. `slices` are its rows of sliced inputs."""
         lowering = StepLowering(self.plan, microbatch)
         scope = Scope(lowering, {var: _whole(x) for var, x in values.items()})
         scope.values.update((var, Placed(rows, _rows(var))) for var, rows in slices.items())
-        scope.run(self._equations["body"])
-        return [lowering.move_to(scope.values[r.var], r.layout, r.var.aval) for r in self.results]
+        terms = [r for r in self.results if r.monoid]
+        summed = accumulate(self._equations["body"], scope, lowering, terms, accumulators)
+        rows = {
+            r.var: lowering.move_to(scope.values[r.var], r.layout, r.var.aval) for r in self.results if not r.monoid
+        }
+        return summed, rows
 
     def epilogue(self, values: Mapping[Var, jax.Array], finished: Sequence[jax.Array]) -> list[jax.Array]:
         """The step's flat outputs."""
@@ -209,19 +226,18 @@ class TimeLoop:
         values = self.prologue(inputs)
         needed = {var: values[var] for var in self.body_operands if var not in self.sliced}
         stacks = {var: x for var, x in zip(self.program.invars, inputs, strict=True) if var in self.sliced}
-        terms = [r for r in self.results if r.monoid]
+        terms = [r.var for r in self.results if r.monoid]
 
         def one(
             accumulators: list[jax.Array], step: tuple[jax.Array, list[jax.Array]]
         ) -> tuple[list[jax.Array], list[jax.Array]]:
             microbatch, rows = step
-            found = self.body(microbatch, needed, dict(zip(stacks, rows, strict=True)))
-            by_var = {r.var: x for r, x in zip(self.results, found, strict=True)}
-            summed = [r.add(a, by_var[r.var]) for r, a in zip(terms, accumulators, strict=True)]
-            return summed, [by_var[r.var] for r in self.results if not r.monoid]
+            held = dict(zip(terms, accumulators, strict=True))
+            summed, given = self.body(microbatch, needed, dict(zip(stacks, rows, strict=True)), held)
+            return [summed[v] for v in terms], list(given.values())
 
         numbers = jnp.arange(self.plan.microbatches, dtype=jnp.int32)
-        start = [r.initial() for r in terms]
+        start = [r.initial() for r in self.results if r.monoid]
         accumulators, slices = jax.lax.scan(one, start, (numbers, list(stacks.values())))
         summed, joined = iter(accumulators), iter(slices)
         finished = [r.finish(next(summed if r.monoid else joined)) for r in self.results]
@@ -232,8 +248,9 @@ class TimeLoop:
         return self._known
 
     def prologue_order(self, wanted: Set[Var]) -> list[Var]:
-        """Those of the wanted values that the prologue makes, in order."""
-        return [v for eqn in self._equations["prologue"] for v in eqn.outvars if v in wanted]
+        """What the prologue has to make for the wanted values, in order: of equal ones the first."""
+        first = set(map(self.first_made, wanted))
+        return [v for eqn in self._equations["prologue"] for v in eqn.outvars if v in first]
 
     def leaves_of(self, values: Iterable[Var]) -> frozenset[Var]:
         """The inputs from which values known before the loop are made; other values are left out."""
@@ -297,6 +314,27 @@ class TimeLoop:
             for eqn in self._equations["body"]
             for var, layout in zip(eqn.outvars, self.plan.assignment.result_layouts(eqn), strict=True)
         }
+
+
+def accumulate(
+    equations: Sequence[Equation],
+    scope: Scope[Placed],
+    lowering: StepLowering,
+    terms: Sequence[Result],
+    accumulators: Mapping[Var, jax.Array],
+) -> dict[Var, jax.Array]:
+    """Run equations of one microbatch and add its terms: each as soon as it is made, so that no gradient waits for all others.
+
+    Returns:
+        The accumulators after this microbatch, by the variable of their term.
+    """
+    by_var, summed = {r.var: r for r in terms}, dict(accumulators)
+    for eqn in equations:
+        scope.run([eqn])
+        for v in eqn.outvars:
+            if (term := by_var.get(v)) is not None:
+                summed[v] = term.add(summed[v], lowering.move_to(scope.values[v], term.layout, v.aval))
+    return summed
 
 
 def _whole(array: jax.Array) -> Placed:

@@ -87,7 +87,7 @@ def test_where_constraints_keep_more_state_than_the_memory_no_other_way_is_plann
     [
         (0.25, (), [1, 16, 32]),
         (0.25, (16, 32), [1, 16, 32, 1024]),  # an example for each device
-        (0.22, (), [1, 32, 64, 1024]),
+        (0.225, (), [1, 32, 64, 1024]),
         (0.2, (), [1, 32, 128, 1024, 1024]),  # what fails at little cost is planned again at any
     ],
 )

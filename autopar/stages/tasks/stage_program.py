@@ -24,7 +24,7 @@ from autopar.compat import Literal as JaxLiteral
 from autopar.compat import Var
 from autopar.intra_op.lowering.per_device import Placed
 from autopar.layouts.mesh import Layout
-from autopar.microbatches.loop import StepLowering
+from autopar.microbatches.loop import StepLowering, accumulate
 from autopar.program.fingerprint import outline_of
 from autopar.program.from_jaxpr import program_of
 from autopar.program.step import Leaf, TracedStep
@@ -132,12 +132,14 @@ class _Tracer:
         def compute(*arrays: jax.Array) -> Arrays:
             leaves = dict(zip(names, arrays, strict=False))
             whole = {v: jnp.reshape(x, v.aval.shape) for v, x in zip(stacks, arrays[len(names) :], strict=True)}
-            found = self.loop.prologue_of(wanted, {**leaves, **whole})
+            found = self.loop.prologue_of(frozenset(computed), {**leaves, **whole})
             return [found[v] for v in computed]
 
         computed = self.loop.prologue_order(wanted)
         results = tag_operations(compute, TaskName("prologue", self.stage))(*values, *rows.values())
-        return {**once, **dict(zip(computed, results, strict=True))}
+        known = {**once, **dict(zip(computed, results, strict=True))}
+        first = {v: self.loop.first_made(v) for v in wanted}
+        return {**known, **{v: known[w] for v, w in first.items() if w in known}}
 
     def _loop(
         self,
@@ -197,12 +199,9 @@ class _Tracer:
             scope.values.update(
                 (v, lowering.place(v, x, p.layout)) for (v, p), x in zip(moving.items(), parts, strict=True)
             )
-            scope.run(segment.equations)
-            summed = [
-                r.add(a, lowering.move_to(scope.values[r.var], r.layout, r.var.aval))
-                for r, a in zip(terms, accumulators, strict=True)
-            ]
-            return [scope.values[v].array for v in writes], summed
+            sums = dict(zip((r.var for r in terms), accumulators, strict=True))
+            summed = accumulate(segment.equations, scope, lowering, terms, sums)
+            return [scope.values[v].array for v in writes], [summed[r.var] for r in terms]
 
         made, summed = tag_operations(compute, segment.name)(
             number, list(whole.values()), [p.array for p in moving.values()], [held[r.var] for r in terms]
