@@ -40,9 +40,9 @@ class Held:
 class Values:
     """The values of one device's program, and what is known of them in all of its blocks.
 
-    `split_inputs`: inputs that are gathered when they are first read, if they are split. `permuted`: what a value is with its
-    dimensions in another order. `turned`: values that have been written in an order. `products`: products of two matrices, which
-    XLA computes the other way around if all that is done with them is to exchange rows and columns.
+    `split_inputs`: inputs that are gathered when they are first read, if they are split, and casts of them. `permuted`: what a
+    value is with its dimensions in another order. `turned`: values that have been written in an order. `products`: products of
+    two matrices, which XLA computes the other way around if all that is done with them is to exchange rows and columns.
     """
 
     def __init__(self, mesh: LogicalMesh, sources: Mapping[Var, Source], compiler: Compiler = XLA_CPU) -> None:

@@ -41,8 +41,8 @@ ELEMENTWISE = (Kind.CHEAP, Kind.COSTLY, Kind.DEAR)
 class Value:
     """A value of one device; `key` is the (node, output, stacked) of the strategy graph whose layout decides its size.
 
-    `copy_of`: the input that it is, perhaps in another layout; it then needs memory of its own only if that is so. `scope`: the
-    module that makes it.
+    `copy_of`: the input that it is, or the cast of one, perhaps in another layout; it then needs memory of its own only if that
+    is so. `scope`: the module that makes it.
     """
 
     name: str

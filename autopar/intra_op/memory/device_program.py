@@ -21,6 +21,7 @@ from autopar.intra_op.lowering.layout_domain import LayoutDomain
 from autopar.intra_op.memory.block_writer import BlockWriter, Held, Values
 from autopar.intra_op.memory.compilers import XLA_CPU, Compiler
 from autopar.intra_op.memory.device_operations import Block, Kind, Operation, Value
+from autopar.intra_op.xla_cpu.table import Making, making_of
 from autopar.layouts.mesh import Layout
 from autopar.program.loops import Entry, Exit, Filled, Goes, LoopEquation
 from autopar.program.program import Atom, Equation
@@ -87,6 +88,11 @@ def task_program(
     return buffers.program(scope, list(given.values()), outputs)
 
 
+def _is_cast(eqn: Equation) -> bool:
+    """Whether an equation makes the same values in another type."""
+    return making_of(eqn) is Making.SAME and eqn.invars[0].aval.shape == eqn.outvars[0].aval.shape
+
+
 class _Buffers(LayoutDomain[Held], StaticDomain[Held]):
     """A value is a buffer; the operations of every program that the walk goes through are a block."""
 
@@ -129,7 +135,15 @@ class _Buffers(LayoutDomain[Held], StaticDomain[Held]):
         wanted = zip(eqn.invars, self.layouts.operand_layouts(eqn), strict=True)
         operands = [self.need(atom, layout, scope) for atom, layout in wanted]
         after = None if eqn.after is None else scope.values.get(eqn.after)
-        return self._writer(scope).operation(eqn, operands, self.layouts.result_layouts(eqn), after)
+        results = self._writer(scope).operation(eqn, operands, self.layouts.result_layouts(eqn), after)
+        if _is_cast(eqn) and self._is_split_input(operands[0].value):
+            self.values.split_inputs.add(results[0].value)
+        return results
+
+    def _is_split_input(self, value: int) -> bool:
+        """Whether a value is an input that may be gathered, or what operations read in place of one."""
+        values = self.values
+        return value in values.split_inputs or (value >= 0 and values.values[value].copy_of is not None)
 
     def begin(self, eqn: LoopEquation, scope: Scope[Held]) -> None:
         self._operands[eqn], self._starts[eqn] = [], []
@@ -153,7 +167,7 @@ class _Buffers(LayoutDomain[Held], StaticDomain[Held]):
         return held
 
     def _for_loop(self, outer: int, entry: Entry, scope: Scope[Held]) -> int:
-        """What a loop reads all the time, as a value of its own if it is an input that may be gathered for it."""
+        """What a loop reads all the time, as a value of its own if it is an input or its cast, which may be gathered for it."""
         values = self.values
         if outer < 0:
             return outer

@@ -185,7 +185,8 @@ class MemoryModel:
     def evenly_divided_parts(self) -> tuple[int, int]:
         """As `parts`, if every value were divided evenly among all devices and never gathered; of no choice are both less."""
         program, devices = self._whole, self.graph.mesh.size
-        sizes = [0 if v.copy_of is not None else v.bytes // devices for v in program.values]
+        given = frozenset(program.inputs)
+        sizes = [0 if v.copy_of in given else v.bytes // devices for v in program.values]
         peak = self._peak(program, self._whole_footprint, sizes).bytes
         kept = sum(sizes[v] for v in self._kept(program))
         return kept, math.ceil((peak - kept) / self.tuning.temporaries_margin)
@@ -197,7 +198,8 @@ class MemoryModel:
     @functools.cached_property
     def _least(self) -> _Peak:
         program = self._whole
-        sizes = [0 if v.copy_of is not None else int(self._sizes(v).min()) for v in program.values]
+        given = frozenset(program.inputs)
+        sizes = [0 if v.copy_of in given else int(self._sizes(v).min()) for v in program.values]
         return self._peak(program, self._whole_footprint, sizes)
 
     def rows(self, choice: Sequence[int]) -> list[MemoryRow]:

@@ -8,7 +8,8 @@ input. Rows are sums over nodes, so each counts one of the two:
     at each point t    the sum of c_i over inputs whose copy is alive at t, of s_i over others, and the temporaries
     at one point       the sum of s_i over all inputs, and the temporaries
 
-The first see what gathering costs, the second that an input kept whole is there though it is read in parts.
+The first see what gathering costs, the second that an input kept whole is there though it is read in parts. A cast of an input is
+a temporary that is gathered as inputs are: what a loop reads of it counts in its place.
 
 What can go wrong: other values may be copied too, and what is freed early is not known before layouts are, so rows may say less
 than is required or more. Each choice is checked.
@@ -19,7 +20,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 
 import numpy as np
 
@@ -51,7 +52,8 @@ def rows_of(
         points: how many points are watched at most.
     """
     sizes = [float(sizes_of(v)[0 if v.key is None else choice[v.key[0]]]) for v in program.values]
-    more = [_more_than_input(v, size, sizes) for v, size in zip(program.values, sizes, strict=True)]
+    there = frozenset(kept)
+    more = [_more_than_input(v, size, sizes, there) for v, size in zip(program.values, sizes, strict=True)]
     totals = totals_of(footprint.spans, footprint.steps, more)
     stretch = max(1, math.ceil(len(totals) / points))
     watched = [at + int(np.argmax(totals[at : at + stretch])) for at in range(0, len(totals), stretch)]
@@ -64,7 +66,9 @@ def rows_of(
         return counted[value, ratio]
 
     def row(name: str, at: int, copies: dict[int, int]) -> MemoryRow:
-        temporaries = [v for v in alive[at] if program.values[v].copy_of is None]
+        made = [v for v in alive[at] if program.values[v].copy_of is None]
+        gone = copies.keys() - there.union(made)
+        temporaries = [*(copies.get(v, v) for v in made), *(copies[v] for v in sorted(gone))]
         return _row(name, [*(count(copies.get(v, v), 1.0) for v in kept), *(count(v, margin) for v in temporaries)])
 
     rows = [row(f"point{at}", at, _copies(program.values, alive[at])) for at in watched]
@@ -92,9 +96,10 @@ class _Counted:
     sizes: np.ndarray
 
 
-def _more_than_input(value: Value, size: float, sizes: Sequence[float]) -> float:
+def _more_than_input(value: Value, size: float, sizes: Sequence[float], kept: Set[int]) -> float:
     """What a value takes beside the inputs: of a copy, as much as it is larger than the input."""
-    return size if value.copy_of is None else max(0.0, size - sizes[value.copy_of])
+    root = value.copy_of
+    return size if root is None or root not in kept else max(0.0, size - sizes[root])
 
 
 def _alive_at(points: Sequence[int], spans: Sequence[Span]) -> dict[int, list[int]]:

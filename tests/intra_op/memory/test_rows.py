@@ -56,6 +56,26 @@ def test_an_input_counts_once_as_it_is_read_or_as_it_is_kept_whichever_is_more(s
     assert used <= memory.required(choice) + SMALL
 
 
+def cast_in_a_loop(weight, batch):
+    """Every trip reads a cast of the weight, which is made once."""
+    narrow = weight.astype(jnp.bfloat16)
+    return jax.lax.scan(lambda total, row: (total + jnp.sum(jnp.tanh(row @ narrow)), None), 0.0, batch)[0]
+
+
+@pytest.mark.parametrize("read", [WHOLE, PART], ids=["gathered", "split"])
+def test_a_cast_that_a_loop_reads_counts_as_it_is_read(read):
+    memory = memory_of(cast_in_a_loop, jnp.ones((SIDE, SIDE)), jnp.ones((4, 1, SIDE), jnp.bfloat16))
+    choice = choices_of(memory, kept=PART, read=read)
+    for number, node in enumerate(memory.graph.nodes):
+        if node.equation is not None and node.equation.primitive.name == "convert_element_type":
+            outputs = [strategy.outputs[0] for strategy in node.choices.strategies]
+            if node.equation.outvars[0].aval.shape == (SIDE, SIDE):
+                choice[number] = [la.local_bytes((SIDE, SIDE), FLOAT, memory.graph.mesh) for la in outputs].index(PART)
+    used = max(row.used(choice) for row in memory.rows(choice))
+    assert PART + read // 2 <= used < PART + read // 2 / memory.tuning.temporaries_margin + SMALL
+    assert used <= memory.required(choice) + SMALL
+
+
 @pytest.mark.parametrize("step", [in_a_loop, twice])
 def test_copies_are_not_there_in_the_least_that_a_step_needs(step):
     memory = model_of(step)
