@@ -195,8 +195,14 @@ class BestStages:
         return [choice for choice in found if isinstance(choice, StageChoice) and choice.step_s < below_s]
 
     def handicap(self, way: Timetable, seconds: float) -> float:
-        """Seconds of a step; more if its number of microbatches is only estimated, as that must promise something."""
-        return seconds * (1.0 if way.microbatches in self._costs.counts else 1 + self._tuning.worth)
+        """Seconds of a step; more if its number of microbatches is only estimated, as that must promise something.
+
+        It need not promise much while less than half of the time is used: layers in another number are soon planned then.
+        """
+        if way.microbatches in self._costs.counts:
+            return seconds
+        is_early = self._budget.elapsed_s < self._budget.seconds_left
+        return seconds * (1 + (self._tuning.worth_early if is_early else self._tuning.worth))
 
     def solve(self, way: Timetable, *, num_stages: int | None = None, explain: bool = False) -> StageChoice | Unsolved:
         """The best stages of one timetable, however slow; of so many if a number is given."""

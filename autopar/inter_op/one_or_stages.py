@@ -72,12 +72,12 @@ class _OneOrStages:
         report(Progress(at="the least memory on one mesh"))
         return far_excess(self.traced, self.request)
 
-    def has_time_for_one_mesh(self) -> bool:
-        """Whether the clock leaves as long as it takes to find the excess: to plan takes longer."""
-        started = time.monotonic()
-        return not self.request.budget.is_over and (
-            self.excess is None or self.request.budget.seconds_left > time.monotonic() - started
-        )
+    def has_time_for_one_mesh(self, stages_s: float) -> bool:
+        """Whether the clock leaves a good part of what all stages took to plan, and as long as it takes to find the excess."""
+        budget, started = self.request.budget, time.monotonic()
+        if budget.is_over or budget.seconds_left < self.tuning.begun * stages_s:
+            return False
+        return self.excess is None or budget.seconds_left > time.monotonic() - started
 
     def plan_mesh_below(self, beat_s: float, promising: Promising | None = None) -> PlannedStep | Slower:
         return plan_on_one_mesh(
@@ -151,7 +151,7 @@ def _plan_stages_first(comparison: _OneOrStages) -> PlannedStep | PlannedPipelin
         case SearchedPipeline() as found:
             if _is_surely_slower(found, comparison):
                 return found.pipeline
-            if not comparison.has_time_for_one_mesh():
+            if not comparison.has_time_for_one_mesh(found.took_s):
                 plan = found.pipeline.plan
                 told = dataclasses.replace(plan, ended_early=True, not_compared=(*plan.not_compared, "one mesh"))
                 return dataclasses.replace(found.pipeline, plan=told)

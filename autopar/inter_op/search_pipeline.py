@@ -47,7 +47,7 @@ class SearchedPipeline:
     """A pipeline of several stages, and figures by the sum of layers.
 
     `one_stage_s`, `alone_s`, `alone_fits`: of a step in one stage on all devices, see `Found`. `by_layers_s`: of a microbatch in
-    each stage.
+    each stage. `took_s`: seconds of the clock in which stages were planned as wholes.
     """
 
     pipeline: PlannedPipeline
@@ -55,11 +55,16 @@ class SearchedPipeline:
     by_layers_s: tuple[float, ...]
     alone_s: Mapping[int, float]
     alone_fits: tuple[int, float] | None = None
+    took_s: float = 0.0
 
     @classmethod
-    def of(cls, pipeline: PlannedPipeline, found: Found, hoped: Found) -> SearchedPipeline:
-        """Of the stages that were found, with what was known of one stage when others were hoped for."""
+    def of(cls, pipeline: PlannedPipeline, found: Found, hoped: Found, since_s: float) -> SearchedPipeline:
+        """Of the stages that were found, with what was known of one stage when others were hoped for.
+
+        `since_s`: when planning of wholes began, by `time.perf_counter`.
+        """
         return cls(
+            took_s=time.perf_counter() - since_s,
             pipeline=pipeline,
             one_stage_s=hoped.one_stage_s,
             by_layers_s=tuple(stage.stage_s for stage in found.choice.stages),
@@ -121,7 +126,7 @@ def search_pipeline(
         return OneStage(promising=Promising(found.timetable.microbatches, found.meshes[0], again, step_s))
     if request.has_fallback:
         request.budget.require_time()
-    hoped = found
+    hoped, searched = found, time.perf_counter()
     found, first = _plan_best_number(traced, split, found, wishes, request, tuning, kinds.order)
     planned = {found.timetable: first, **plan_in_other_schedules(first, found.timetable, tables, request)}
     best = min(planned.values(), key=lambda one: one.plan.step_s)
@@ -131,7 +136,7 @@ def search_pipeline(
     )
     if found.ended_early:
         plan = dataclasses.replace(plan, ended_early=True, not_compared=(*plan.not_compared, "other stages"))
-    return SearchedPipeline.of(dataclasses.replace(best, plan=plan), found, hoped)
+    return SearchedPipeline.of(dataclasses.replace(best, plan=plan), found, hoped, searched)
 
 
 def _usual_stages(request: PlanRequest, devices: int, kinds: KindsInOrder) -> int:

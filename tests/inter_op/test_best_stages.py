@@ -80,3 +80,14 @@ def test_one_number_of_microbatches_is_settled_before_others_are_looked_at(monke
     search.run()
     assert log[:6] == [4, "plan 4", 4, "plan 4", 4, "plan 4"]
     assert set(log[6:]) == {1, 2}
+
+
+def test_what_is_only_estimated_need_promise_less_while_there_is_time():
+    costs = types.SimpleNamespace(impossible=set(), counts={4})
+    budget = types.SimpleNamespace(elapsed_s=1.0, seconds_left=2.0)
+    stages = BestStages(costs, WAYS, None, processes=1, budget=budget, tuning=TUNING)
+    assert stages.handicap(WAYS[2], 1.0) == 1.0
+    assert stages.handicap(WAYS[3], 1.0) == 1 + TUNING.worth_early
+    budget.elapsed_s = 2.0
+    assert stages.handicap(WAYS[3], 1.0) == 1 + TUNING.worth
+    assert TUNING.worth_early < TUNING.worth

@@ -324,7 +324,7 @@ def test_one_mesh_is_planned_first_in_the_number_of_microbatches_in_which_one_st
         def search_stages(self):
             return found
 
-        def has_time_for_one_mesh(self):
+        def has_time_for_one_mesh(self, stages_s):
             return True
 
         def plan_mesh_below(self, beat_s, promising):
@@ -336,10 +336,17 @@ def test_one_mesh_is_planned_first_in_the_number_of_microbatches_in_which_one_st
 
 
 @pytest.mark.parametrize(
-    ("left_s", "is_over", "has_time"), [(math.inf, False, True), (0.001, False, False), (1.0, True, False)]
+    ("left_s", "stages_s", "is_over", "has_time"),
+    [
+        (math.inf, 0.0, False, True),
+        (0.001, 0.0, False, False),
+        (1.0, 0.0, True, False),
+        (4.9, 10.0, False, False),
+        (5.1, 10.0, False, True),
+    ],
 )
-def test_one_mesh_is_not_begun_where_its_excess_alone_took_longer_than_the_clock_leaves(
-    monkeypatch, left_s, is_over, has_time
+def test_one_mesh_is_begun_only_where_the_clock_leaves_half_of_what_stages_took_and_more_than_its_excess(
+    monkeypatch, left_s, stages_s, is_over, has_time
 ):
     monkeypatch.setattr(one_or_stages, "far_excess", lambda *_: time.sleep(0.01) or 2.0)
     budget = types.SimpleNamespace(is_over=is_over, seconds_left=left_s)
@@ -350,4 +357,4 @@ def test_one_mesh_is_not_begun_where_its_excess_alone_took_longer_than_the_clock
         devices=4,
         tuning=TUNING,
     )
-    assert comparison.has_time_for_one_mesh() is has_time
+    assert comparison.has_time_for_one_mesh(stages_s) is has_time

@@ -18,8 +18,9 @@ class Tuning:
     A larger part plans faster and keeps dearer plans. `tests/inter_op/test_one_mesh.py` compares with every way by hand."""
 
     begun: float = 0.5
-    """Where there is a plan, another way to run the step is only begun if the clock leaves this part of what the last one took.
-    GPT-39B on 64 V100s (`benchmarks/planning_ordinary.py`) made another step for 27 s, of which the clock left two."""
+    """Where there is a plan, another way to run the step is only begun if the clock leaves this part of what the last one took,
+    and one mesh only if it leaves this part of what all stages took. GPT-39B on 64 V100s (`benchmarks/planning_ordinary.py`)
+    made another step for 27 s, of which the clock left two."""
 
     # One mesh or stages: `one_or_stages.py`. "Stages on one node" in benchmarks/README.md holds the measured planning times.
     surely_slower: float = 1.3
@@ -72,6 +73,9 @@ class Tuning:
     worth: float = 0.03
     """Relative gain that an estimate must promise before a timetable is planned. Sums of layers are up to 3 % off
     (`benchmarks/layer_sums.py`), so a smaller gain may be none."""
+    worth_early: float = 0.01
+    """The same while less than half of the time is used. GPT-2.6B on 8 V100s (`benchmarks/weak_scaling.py`) was planned in 64
+    microbatches in 14 s; 512 promised 1.6 % less, and keep that."""
     near: float = 0.15
     """Relative excess over the best within which an estimate is planned all the same: of a number of microbatches next to the
     best one, or of stages that have to beat one mesh. The estimate assumes equal stages, and unequal ones may idle less."""
