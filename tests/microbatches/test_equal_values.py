@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import io_callback
 
 import autopar
 from autopar.microbatches.counts import cut_into_microbatches
@@ -116,9 +117,7 @@ def test_equal_are_names_and_equal_work_on_equal_operands():
 
 def test_what_runs_as_often_as_it_is_written_is_never_equal():
     def fun(x):
-        return [jax.experimental.io_callback(lambda x: x, x, x) for _ in range(2)]
-
-    import jax.experimental  # noqa: PLC0415
+        return [io_callback(lambda x: x, x, x) for _ in range(2)]
 
     program, _ = program_of(jax.make_jaxpr(fun)(jnp.ones(4)))
     assert not find_equal(program.equations).keys() & set(program.outvars)
