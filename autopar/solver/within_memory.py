@@ -9,7 +9,6 @@ What can go wrong: on large problems neither prices nor mixtures may find what f
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -76,12 +75,6 @@ def choose_by_sweeps(problem: ChoiceProblem) -> Chosen | CutOff | Unfinished:
     return best
 
 
-def _limit_to_gap(problem: ChoiceProblem, found: Chosen, most_work: float = math.inf) -> ChoiceProblem:
-    """The problem with as much work as closing the gap of a choice is worth, and no more than `most_work`."""
-    work = min(most_work, problem.tuning.work_on(found.seconds - found.lower_bound_s))
-    return dataclasses.replace(problem, budget=problem.budget.limit(work=work))
-
-
 def _is_near(problem: ChoiceProblem, found: Chosen) -> bool:
     return found.seconds - found.lower_bound_s <= problem.tuning.good_enough * found.seconds
 
@@ -93,7 +86,8 @@ def _solve_after(
     tuning = problem.tuning
     limited = problem
     if isinstance(found, Chosen) and tuning.good_enough > 0:
-        limited = _limit_to_gap(problem, found, tuning.direct_work)
+        work = min(tuning.direct_work, tuning.work_on(found.seconds - found.lower_bound_s))
+        limited = dataclasses.replace(problem, budget=problem.budget.limit(work=work))
     start = found.numbers if isinstance(found, Chosen) else None
     solved = _solve_directly(limited, reduced, gap=tuning.exact_gap, node_limit=tuning.memory_nodes, start=start)
     if not isinstance(found, Chosen):
@@ -122,8 +116,7 @@ def _choose_by_prices(problem: ChoiceProblem, free: Chosen, tried: Sequence[Numb
     best = _best_of_prices(priced)
     if best is not None and (problem.is_quick or _is_near(quick, best)):
         return best
-    limited = problem if best is None else _limit_to_gap(problem, best)
-    mixed = mix_choices(limited, [trial.numbers for trial in priced.trials])
+    mixed = mix_choices(problem, [trial.numbers for trial in priced.trials])
     if isinstance(mixed, Chosen) and (best is None or mixed.seconds < best.seconds):
         best = _with_bound(priced, mixed.numbers, mixed.seconds)
     return Unfinished() if best is None else best

@@ -1,7 +1,6 @@
 """Prices on memory: bounds that hold, choices that fit, and mixtures of what was met on the way."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -143,19 +142,3 @@ def test_a_byte_too_much_of_many_costs_one_more_program(monkeypatch: pytest.Monk
     assert row.used(found.numbers) <= 16e9 - 1
     assert found.seconds == 5.0
     assert len(programs) <= 2
-
-
-def test_choices_are_mixed_for_as_long_as_their_gap_is_worth(monkeypatch: pytest.MonkeyPatch) -> None:
-    costs, row = knapsack(24, seed=5)
-    left: list[float] = []
-
-    def note(problem: ChoiceProblem, tried: Sequence[tuple[int, ...]]) -> Outcome:
-        left.append(problem.budget.work_left)
-        return mix_choices(problem, tried)
-
-    monkeypatch.setattr(within_memory, "mix_choices", note)
-    for gap_work in (0.0, math.inf):
-        tuning = Tuning(tiny_pairs=-1, gap_work=gap_work, least_gap_work=1e4, good_enough=0.0)
-        found = choose_of(costs, {}, rows=[row], limit_bytes=0.53 * row.used([0] * 24), tuning=tuning)
-        assert isinstance(found, Chosen)
-    assert left == [1e4, math.inf]
