@@ -178,6 +178,9 @@ class MeshSearch:
         if math.isfinite(cutoff_s):  # there is a plan to fall back on
             work = min(most_work - (request.budget.spent - spent), request.tuning.mesh_work)
             problem = dataclasses.replace(problem, budget=request.budget.limit(work=work))
+        else:
+            seconds = max(request.budget.clock_left_s, request.tuning.first_limited_s)
+            problem = dataclasses.replace(problem, budget=request.budget.limit(seconds=seconds))
         problem = dataclasses.replace(problem, proof=request.tuning.limited_gap)
         match choose_within_limit(problem, self.memory, limit, free=free, rival_s=rival_s, tuning=request.tuning):
             case Fits(choice, copy_span, unlimited_s):

@@ -81,6 +81,9 @@ class Tuning:
     scans over its layers some took five times as much, when the clock had ended. With twice as much, a mesh of 2 x 4 took
     61 s of processor and found nothing, where one of 8 had a plan after 10 (`benchmarks/planning_ordinary.py --tight`,
     gpt-v100)."""
+    first_limited_s: float = 30.0
+    """Seconds for the search of a first plan within the memory on one mesh where the clock leaves less. There may be a plan
+    on the next mesh."""
     limited_gap: float | None = None
     """The gap to its bound, relative, at which a plan within a memory limit is good enough; None: that of the solver. Stages have
     one of their own (`inter_op/candidates/tuning.py`)."""

@@ -120,6 +120,12 @@ class Budget:
             return True
         return self._whole is not None and self._whole.is_late
 
+    @property
+    def clock_left_s(self) -> float:
+        """Seconds until a clock that may end it is over, even if that clock does not count yet; infinite without one."""
+        own = max(0.0, self._ends - time.monotonic())
+        return min([own, *(budget.clock_left_s for budget in (self._clock, self._whole) if budget is not None)])
+
     def require_time(self) -> None:
         """Raise LateError if it `is_late`; for what takes long and is of no use unless it is finished."""
         if self.is_late:

@@ -86,7 +86,8 @@ class Tuning:
     tiny_pairs: int = 300
     """Problems with memory rows and at most so many pairs are solved to the end by the integer program."""
     direct_work: float = 2e8
-    """Units of work for the integer program where prices on memory have found a choice. To prove 14 operations
+    """Units of work for the integer program where prices on memory have found a choice, or are still to be asked and a gap has
+    a worth (`gap_work`). To prove 14 operations
     on a mesh of 2 x 4 optimal takes 9 s; the first third of a second finds what there is (`defects.md` D)."""
     last_resort: int = 20
     """So many times `direct_pairs` are accepted where nothing else has found any choice; seconds, but a result."""

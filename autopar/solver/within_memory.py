@@ -9,6 +9,7 @@ What can go wrong: on large problems neither prices nor mixtures may find what f
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -41,7 +42,9 @@ def choose_within_memory(
     is_direct = pairs <= most_pairs and not problem.is_quick
     if is_direct and (pairs <= tuning.tiny_pairs or find_order(reduced.costs, tuning.entries) is None):
         gap = tuning.exact_gap if pairs <= tuning.direct_pairs else tuning.program_gap
-        limited = dataclasses.replace(problem, budget=problem.budget.part(tuning.direct_share))
+        most_work = tuning.direct_work if math.isfinite(tuning.gap_work) else math.inf
+        budget = problem.budget.part(tuning.direct_share).limit(work=most_work)
+        limited = dataclasses.replace(problem, budget=budget)
         direct = _solve_directly(limited, reduced, gap=gap, node_limit=tuning.memory_nodes)
         if not isinstance(direct, Unfinished):
             return direct

@@ -10,9 +10,10 @@ from autopar.cost_model.hardware import find_cluster
 from autopar.errors import OutOfMemoryError
 from autopar.inter_op.attempts import Slower
 from autopar.inter_op.one_mesh import plan_on_one_mesh
-from autopar.intra_op import compare_meshes
+from autopar.intra_op import compare_meshes, mesh_search
 from autopar.intra_op.compare_meshes import MeshComparison
 from autopar.intra_op.lowering.named_strategies import choose_by_name
+from autopar.intra_op.memory_limit import choose_within_limit
 from autopar.intra_op.mesh_search import MeshSearch
 from autopar.intra_op.out_of_memory import NothingFits
 from autopar.intra_op.planner import plan_step, plan_way
@@ -170,6 +171,22 @@ def test_a_first_plan_is_not_sought_for_ever_where_others_may_take_its_place(mon
     monkeypatch.setattr(MeshSearch, "__init__", note)
     plan_way(step, request, SharedSearch(is_bounded=not is_stage, has_other_ways=has_other_ways))
     assert allowed[0] == (request.tuning.first_work if is_stage or has_other_ways else math.inf)
+
+
+@pytest.mark.parametrize("clock_s", [0.0, 1e6])
+def test_a_first_plan_within_the_memory_is_sought_for_a_while_where_the_clock_is_over(monkeypatch, clock_s):
+    """A plan late is better than none, and the next mesh may have one: it is not sought without an end on the first."""
+    free = plan_step(*question()).plan.peak_bytes
+    step, request = question(limit=int(0.7 * free))
+    left_s = []
+
+    def note(problem, *rest, **options):
+        left_s.append(problem.budget.seconds_left)
+        return choose_within_limit(problem, *rest, **options)
+
+    monkeypatch.setattr(mesh_search, "choose_within_limit", note)
+    plan_way(step, dataclasses.replace(request, budget=Budget(seconds=clock_s)), SharedSearch())
+    assert left_s[0] == pytest.approx(max(clock_s, request.tuning.first_limited_s), rel=0.1)
 
 
 def test_what_a_way_has_proven_is_known_to_the_next():

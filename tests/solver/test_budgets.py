@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 import os
+import time
 import warnings
 
 import numpy as np
@@ -173,3 +174,15 @@ def test_an_integer_program_that_ends_early_does_not_take_the_place_of_a_better_
     assert isinstance(found, Chosen)
     assert found.seconds <= alone.seconds
     assert found.lower_bound_s == pytest.approx(alone.lower_bound_s)
+
+
+def test_what_a_clock_leaves_is_known_before_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    own = Budget(seconds=10.0).clocked(once=Flag()).limit(work=5.0)
+    now[0] = 4.0
+    assert own.clock_left_s == 6.0
+    now[0] = 15.0
+    assert own.clock_left_s == 0.0
+    assert not own.is_late
+    assert Budget().clock_left_s == math.inf
