@@ -147,6 +147,16 @@ class Attempts:
         least_s = min(one.plan.unlimited_s for one in self._found)
         return self.shared.best_s > (1 + self._tuning.dear) * least_s
 
+    def may_recompute(self) -> bool:
+        """Whether forward work done again may pay: in fewer microbatches, as these hold more then.
+
+        Where the memory asked for many, what each of them gathers and exchanges, and products that are small, are no cost of the
+        limit to `is_dear`, which knows the time without a limit in as many. So the time is compared with that of the work alone.
+        """
+        work_s = self.shared.work_s or self.shared.evenly_divided_s
+        needs_more = self._smallest is not None
+        return self.is_dear() or (needs_more and self.shared.best_s > work_s / (1 - self._tuning.repeated_share))
+
     def _explain(self) -> OutOfMemoryError | ConstraintError:
         """The error that needs the least memory; if the clock has left ways out, it says so."""
         error = min(self.errors, key=_needed_bytes)

@@ -3,11 +3,12 @@
 In: a traced step, what the user fixed of the two, the meshes and the memory limit. Out: the `PlannedStep` that is fastest. One
 microbatch is planned first: the same work in smaller pieces takes no less time, so nothing else is tried if the step fits and
 the limit costs little. If nothing fits, or the limit makes the step dear (`Tuning.dear`), more microbatches are planned, and
-recomputation if these are dear as well. If that wins, less of it is tried in as many microbatches: all but the values that the
-user named, and of the first layers only, as many as the rest needs to fit. The first number is the one in which the temporaries
-of the plan without a limit should fit. From there it rises until a plan fits, and on while plans are dear and become faster; if
-the clock ends this before anything fits, one more number is planned, and then the leanest way. All ways share what is known of
-the meshes (`SharedSearch`). What can go wrong: another number may be faster after all; nobody looks for it.
+recomputation if these are dear as well, or take far longer than their work alone. If that wins, less of it is tried in as many
+microbatches: all but the values that the user named, and of the first layers only, as many as the rest needs to fit. The first
+number is the one in which the temporaries of the plan without a limit should fit. From there it rises until a plan fits, and on
+while plans are dear and become faster; if the clock ends this before anything fits, one more number is planned, and then the
+leanest way. All ways share what is known of the meshes (`SharedSearch`). What can go wrong: another number may be faster after
+all; nobody looks for it.
 """
 
 from __future__ import annotations
@@ -29,9 +30,6 @@ from autopar.microbatches.phases import plan_time
 from autopar.program.step import TracedStep
 from autopar.schedules.schedules import Open, Recompute
 from autopar.stages.recompute_layers import Recomputation, Repeated, find_recomputation, names_values
-
-_REPEATED_SHARE = 0.25
-"""Of a step that does all forward work again, the part that this takes: forward is a third of the rest."""
 
 
 @dataclass(frozen=True)
@@ -79,15 +77,14 @@ def plan_on_one_mesh(
         _plan_promising(attempts, step, repeated, promising)
     if not attempts.is_dear() or (isinstance(first, Beaten) and first.step_s is None):
         return attempts.best()
-    ways, roomier = _Ways(attempts, step, counts[1:], repeated), 1.0 if beat_s == math.inf else tuning.roomier_mesh
-    ways.explore(far, roomier=roomier)
-    if recompute == "auto" and attempts.is_dear() and not attempts.is_over:
-        found = find_recomputation(traced)
-        if found.layers:
-            ways = _Ways(attempts, found.apply(traced), counts, Repeated())
-            if not attempts.is_late:
-                ways.explore(far * found.kept_share, roomier=roomier)
-            _repeat_less(attempts, traced, found, tuning)
+    roomier = 1.0 if beat_s == math.inf else tuning.roomier_mesh
+    ways = plain = _Ways(attempts, step, counts[1:], repeated)
+    plain.find_first(far, roomier=roomier)
+    if recompute != "auto" or attempts.is_dear() or not attempts.may_recompute():
+        plain.refine()
+    if recompute == "auto" and attempts.may_recompute() and not attempts.is_over:
+        ways = _plan_recomputed(attempts, traced, counts, excess=far, roomier=roomier, tuning=tuning) or plain
+    plain.refine()
     if attempts.is_late:
         ways.plan_leanest(devices)
     return attempts.best()
@@ -134,6 +131,20 @@ def _recompute_as_asked(traced: TracedStep, recompute: Recompute) -> tuple[Trace
     return step, repeated
 
 
+def _plan_recomputed(
+    attempts: Attempts, traced: TracedStep, counts: Sequence[int], *, excess: float, roomier: float, tuning: Tuning
+) -> _Ways | None:
+    """Plan the step with the forward work of all layers done again, then of fewer; None if no layer's can be."""
+    found = find_recomputation(traced)
+    if not found.layers:
+        return None
+    ways = _Ways(attempts, found.apply(traced), counts, Repeated())
+    if not attempts.is_late:
+        ways.explore(excess * found.kept_share, roomier=roomier)
+    _repeat_less(attempts, traced, found, tuning)
+    return ways
+
+
 def _repeat_less(attempts: Attempts, traced: TracedStep, found: Recomputation, tuning: Tuning) -> None:
     """If the fastest way repeats all layers' forward work, try less of it, as far as the memory allows and it may pay."""
     best = attempts.fastest()
@@ -146,7 +157,7 @@ def _repeat_less(attempts: Attempts, traced: TracedStep, found: Recomputation, t
     layers = len(found.layers)
     too_few, enough, count = 0, layers, max(1, _layers_to_repeat(best, found))
     while too_few < count < enough and not attempts.is_over:
-        if (enough - count) / layers * _REPEATED_SHARE < tuning.worth:
+        if (enough - count) / layers * tuning.repeated_share < tuning.worth:
             return
         _Ways(attempts, found.apply(traced, count), counts, Repeated(layers=count)).explore(1.0)
         fastest = attempts.fastest()
@@ -177,6 +188,8 @@ class _Ways:
         self._attempts, self._step, self._counts, self._repeated = attempts, step, tuple(counts), repeated
         self._mixes_examples = False
         self._tried: set[int] = set()
+        self._fitting: int | None = None
+        self._next, self._has_gap = 0, False
 
     def plan_leanest(self, devices: int) -> None:
         """Plan the largest number of microbatches with an example for each device, unless it was."""
@@ -187,7 +200,12 @@ class _Ways:
             self.explore(count)
 
     def explore(self, excess: float, *, roomier: float = 1.0) -> None:
-        """Plan the number in which plans without a limit should fit, and go on while that may pay and there is time.
+        """Plan the first number that fits, see `find_first`, and those around it."""
+        self.find_first(excess, roomier=roomier)
+        self.refine()
+
+    def find_first(self, excess: float, *, roomier: float = 1.0) -> None:
+        """Plan the number in which plans without a limit should fit, and go on to the first that does, as long as there is time.
 
         `excess`: how many times the memory that is left for temporaries those of the step in one microbatch take. `roomier`:
         begin with so many times more.
@@ -205,8 +223,14 @@ class _Ways:
             further = self._counts[place] * self._attempts.shared.excess
             place = max(place + 1, self._place_of(further) if math.isfinite(further) else place + 1)
         if isinstance(here, PlannedStep):
-            self._descend(last, fits=last > failed + 1)
-            self._climb(place)
+            self._fitting, self._next, self._has_gap = last, place, last > failed + 1
+
+    def refine(self) -> None:
+        """Plan numbers around the first that fitted, once: fewer that were left out on the way, and more while they pay."""
+        place, self._fitting = self._fitting, None
+        if place is not None:
+            self._descend(place, fits=self._has_gap)
+            self._climb(self._next)
 
     def _descend(self, place: int, *, fits: bool = False) -> None:
         """Fewer microbatches, down to a number that did not fit, until examples meet the constraints or as long as `fits`."""

@@ -167,3 +167,41 @@ def test_a_plan_says_that_other_ways_were_not_begun_though_some_seconds_were_lef
     plan = one_mesh.plan_on_one_mesh(traced_step(weights, x), request, **options).plan
     assert plan.ended_early
     assert plan.not_compared == ("more microbatches and recomputation",)
+
+
+@pytest.mark.parametrize(("work_s", "pays"), [(0.76, False), (0.74, True)])
+def test_recomputation_may_pay_where_a_plan_in_many_microbatches_takes_far_longer_than_its_work(work_s, pays):
+    """The limit costs little beside the best plan in as many microbatches, which are many because of it."""
+    weights, x = arguments(32, batch=4096)
+    traced, request = (
+        traced_step(weights, x),
+        dataclasses.replace(request_on(two_nodes()), meshes=(LogicalMesh.of((4,)),)),
+    )
+    ways = attempts.Attempts(request, SharedSearch(has_other_ways=True), tuning=TUNING)
+    assert ways.may_recompute()
+    found = ways.plan(traced, None)
+    ways.shared.work_s = work_s * found.plan.step_s
+    assert not ways.may_recompute(), "it fits in one microbatch"
+    ways.plan_first(traced, None, excess=2.0)
+    assert not ways.is_dear()
+    assert ways.may_recompute() is pays
+
+
+@pytest.mark.parametrize("pays", [False, True])
+def test_where_recomputation_may_pay_it_is_planned_though_the_limit_costs_little(monkeypatch, pays):
+    weights, x = arguments(32, batch=4096)
+    limit, planned_ways = int(0.25 * planned(weights, x).peak_bytes), []
+    request = dataclasses.replace(request_on(two_nodes(), limit), meshes=(LogicalMesh.of((4,)),))
+    monkeypatch.setattr(attempts.Attempts, "is_dear", lambda ways: not ways._found)
+    monkeypatch.setattr(attempts.Attempts, "may_recompute", lambda ways: pays or ways.is_dear())
+    plan_one = attempts.Attempts.plan
+
+    def note(ways, step, repeated):
+        planned_ways.append((step.microbatches, repeated is not None))
+        return plan_one(ways, step, repeated)
+
+    monkeypatch.setattr(attempts.Attempts, "plan", note)
+    options = {"num_microbatches": "auto", "recompute": "auto", "devices": 4}
+    one_mesh.plan_on_one_mesh(traced_step(weights, x), request, **options)
+    assert len(set(planned_ways)) == len(planned_ways)
+    assert any(repeats for _, repeats in planned_ways) is pays

@@ -17,6 +17,8 @@ class Tuning:
     """Part of the step's time without a limit that a memory limit may cost before microbatches and recomputation are compared.
     A larger part plans faster and keeps dearer plans. `tests/inter_op/test_one_mesh.py` compares with every way by hand."""
 
+    repeated_share: float = 0.25
+    """Of a step on one mesh that does all forward work again, the part that this takes: forward is a third of the rest."""
     begun: float = 0.5
     """Where there is a plan, another way to run the step is only begun if the clock leaves this part of what the last one took,
     and one mesh only if it leaves this part of what all stages took. GPT-39B on 64 V100s (`benchmarks/planning_ordinary.py`)
