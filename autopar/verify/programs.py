@@ -59,7 +59,17 @@ class CompiledProgram:
     @functools.cached_property
     def given_collectives(self) -> tuple[Collective, ...]:
         """What XLA is given to communicate in one run, before it makes equal operations one."""
-        return collectives(str(self.lower().as_text(dialect="hlo")), num_devices=self.num_devices)
+        return collectives(self.given_text, num_devices=self.num_devices)
+
+    @functools.cached_property
+    def given_text(self) -> str:
+        """The HLO that XLA is given."""
+        return str(self.lower().as_text(dialect="hlo"))
+
+    @functools.cached_property
+    def given_arithmetic(self) -> Arithmetic:
+        """What XLA is given for one device to compute in one run, before it makes equal products one."""
+        return arithmetic(self.given_text)
 
     @functools.cached_property
     def arithmetic(self) -> Arithmetic:

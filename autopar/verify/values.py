@@ -3,9 +3,11 @@
 In: a compiled step and arrays. Out: a row for each result, with the largest difference of an entry as a share of the result's
 largest entry. Numbers that must be exact (integers, truths, keys) may not differ. Others are added up in another order, so
 they may differ by rounding: by `TOLERANCES` of their type, or by what the step itself makes of rounding, whichever is more.
-For the latter the reference runs once more with arguments that are off by `NUDGE` roundings:
+For the latter the reference runs once more with arguments that are off by `NUDGE` roundings, or by half a rounding of the
+shortest type that the step computes in, where that is more: compilers round such values in some places and not in others.
 
-    allowed = max(tolerance of the type, FACTOR * max |reference(x (1 +- NUDGE eps)) - reference(x)| / max |reference(x)|)
+    off = max(NUDGE eps, eps of the shortest type / 2)
+    allowed = max(tolerance of the type, FACTOR * max |reference(x (1 +- off)) - reference(x)| / max |reference(x)|)
 
 So an optimizer that divides a gradient of nearly nothing by its own size, as Adam does, is judged by how much that moves.
 What can go wrong: one device cannot hold the whole step; then there is nothing to compare with, and JAX says so.
@@ -28,6 +30,7 @@ from autopar.execution.pipeline import CompiledPipeline
 from autopar.execution.state import gather_to_one
 from autopar.program.call import BoundArguments, PyTree
 from autopar.program.crossing import Crossing, output_paths
+from autopar.program.step import TracedStep
 from autopar.verification import Verdict, VerifiedRow
 
 TOLERANCES: Mapping[str, float] = {"float64": 1e-12, "complex128": 1e-12, "float32": 1e-5, "complex64": 1e-5}
@@ -63,7 +66,7 @@ def rows(
     host = [_on_host(leaf) for leaf in leaves]
     with undisturbed():
         reference = _Reference(compiled, bound)
-        expected, nudged = reference.run(host), reference.run(_nudge(host))
+        expected, nudged = reference.run(host), reference.run(_nudge(host, _coarsest_eps(compiled.traced)))
     found = jax.tree.leaves(gather_to_one(compiled.run([_copy(leaf) for leaf in host]), devices))
     for path, one, wanted, other in zip(reference.paths, found, expected, nudged, strict=True):
         yield _row(path, _on_host(one), _on_host(wanted), _on_host(other))
@@ -107,16 +110,26 @@ def _is_key(leaf: object) -> bool:
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _nudge(leaves: Sequence[Value]) -> list[Value]:
+def _coarsest_eps(traced: TracedStep) -> float:
+    """Of the shortest floating-point type of a value that the step computes; 0 without any."""
+    types = {getattr(value.aval, "dtype", None) for equation in traced.program.walk() for value in equation.outvars}
+    return max(
+        (float(jnp.finfo(dtype).eps) for dtype in types if dtype is not None and jnp.issubdtype(dtype, jnp.inexact)),
+        default=0.0,
+    )
+
+
+def _nudge(leaves: Sequence[Value], coarsest_eps: float) -> list[Value]:
     """The leaves with every floating-point number off by some roundings, up or down."""
     draw = np.random.default_rng(0)
-    return [_nudged(leaf, draw) for leaf in leaves]
+    return [_nudged(leaf, draw, coarsest_eps / 2) for leaf in leaves]
 
 
-def _nudged(leaf: Value, draw: np.random.Generator) -> Value:
+def _nudged(leaf: Value, draw: np.random.Generator, least_share: float) -> Value:
     if not isinstance(leaf, np.ndarray) or not jnp.issubdtype(leaf.dtype, jnp.floating):
         return leaf
-    share = NUDGE * float(jnp.finfo(leaf.dtype).eps) * draw.choice((-1.0, 1.0), size=leaf.shape)
+    off = max(NUDGE * float(jnp.finfo(leaf.dtype).eps), least_share)
+    share = off * draw.choice((-1.0, 1.0), size=leaf.shape)
     return (leaf.astype(np.float64) * (1 + share)).astype(leaf.dtype)
 
 

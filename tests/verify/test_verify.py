@@ -98,6 +98,57 @@ def test_what_devices_do_again_is_told():
     assert "is done again" in row.note
 
 
+def short_products(weights, x):
+    """A loss in 16 bits under `jax.checkpoint`, so that its forward work is done again."""
+
+    def loss(weights):
+        h = x.astype(jnp.bfloat16)
+        for gate, up in weights:
+            h = h + jax.nn.silu(h @ gate.astype(h.dtype)) * (h @ up.astype(h.dtype))
+        return jnp.mean(h.astype(jnp.float32) ** 2)
+
+    value, gradients = jax.value_and_grad(jax.checkpoint(loss))(weights)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+
+
+def short_arguments():
+    keys = iter(jax.random.split(jax.random.key(0), 7))
+    weights = [tuple(0.05 * jax.random.normal(next(keys), (64, 64)) for _ in range(2)) for _ in range(3)]
+    return weights, jax.random.normal(next(keys), (32, 64))
+
+
+@pytest.mark.parametrize("wishes", [{"constraints": autopar.zero3(), "num_microbatches": 4}, {}])
+def test_what_xla_on_cpus_does_with_16_bits_is_explained_and_values_may_differ_by_their_rounding(wishes):
+    """It gathers some of them in 32, does no barrier's work again, and keeps in 32 bits what another program rounds."""
+    step = autopar.parallelize(short_products, devices=4, mesh_shape=(4,), **wishes)
+    found = step.verify(*short_arguments(), values=True)
+    assert found.ok, str(found)
+    sent = {row.what.partition(" ")[0]: row for row in rows_of(found, "collectives")}
+    if wishes:
+        assert sent["all-gather"].verdict == "explained"
+        assert sent["all-gather"].compiled == 2 * sent["all-gather"].planned
+    else:
+        (arithmetic,) = rows_of(found, "arithmetic")
+        assert ("equal products" in arithmetic.note) is (arithmetic.compiled < arithmetic.planned)
+    loss = rows_of(found, "values")[-1]
+    assert 1e-5 < loss.planned < 0.02
+
+
+def test_gathers_of_32_bits_that_were_planned_in_16_are_noticed(monkeypatch):
+    """XLA was given them so: it is no choice of XLA's."""
+
+    def wide(move, array, mesh):
+        if move.kind == "all-gather" and array.dtype == jnp.bfloat16:
+            return perform_move(move, array.astype(jnp.float32), mesh).astype(array.dtype)
+        return perform_move(move, array, mesh)
+
+    monkeypatch.setattr(per_device, "perform_move", wide)
+    options = {"devices": 4, "mesh_shape": (4,), "constraints": autopar.zero3(), "num_microbatches": 4}
+    found = autopar.parallelize(short_products, **options).verify(*short_arguments())
+    (gathered,) = (row for row in rows_of(found, "collectives") if row.what.startswith("all-gather"))
+    assert gathered.verdict == "differs"
+
+
 # --- lowering broken on purpose ---------------------------------------------------------------------------------------
 
 
