@@ -63,6 +63,7 @@ class LayerCosts:
     `impossible`: numbers of microbatches into which the step cannot be cut, or not with the same layers. `smallest_first`: begin
     with the smallest submesh, for a search that may end early; one stage on all devices is no option then. `of_a_kind`: there are
     nodes of other kinds, so that all of these devices may be one of several stages, and often are: begin with them as well.
+    `fewest_layers`: see `find_layers`.
     """
 
     def __init__(
@@ -74,13 +75,14 @@ class LayerCosts:
         *,
         smallest_first: bool = False,
         of_a_kind: bool = False,
+        fewest_layers: int = 1,
         tuning: Tuning = TUNING,
         planner: Planner = plan_program,
     ) -> None:
         self._loop_of = loop_of
         loop = loop_of(count)
         self._chain = forward_chain(loop)
-        self._places = find_layers(self._chain, tuning.layer_counts)
+        self._places = find_layers(self._chain, tuning.layer_counts, fewest=fewest_layers)
         self._plan_layers = functools.partial(
             PlannedLayers, places=self._places, request=request, tuning=tuning, planner=planner
         )

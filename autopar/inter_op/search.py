@@ -112,7 +112,7 @@ def search_stages(
     """
     shape, start, is_hurried = machine_shape(request.cluster, devices), timetables[0].microbatches, beat_s is not None
     make = functools.partial(LayerCosts, loop_of, start, smallest_first=is_hurried, tuning=tuning, planner=planner)
-    costs, options, limit = _costs_on(shape, request, kinds, make)
+    costs, options, limit = _costs_on(shape, request, kinds, make, num_stages)
     parts = tuple(kind.part for kind in kinds.order)
     rules = StageRules(
         options=options,
@@ -128,9 +128,17 @@ def search_stages(
 
 
 def _costs_on(
-    shape: Submesh, request: PlanRequest, kinds: KindsInOrder, make: functools.partial[LayerCosts]
+    shape: Submesh,
+    request: PlanRequest,
+    kinds: KindsInOrder,
+    make: functools.partial[LayerCosts],
+    num_stages: int | None,
 ) -> tuple[LayerCosts | CostsByKind, tuple[Submesh, ...], float]:
-    """(What layers cost, the submeshes that stages may have, the memory limit)."""
+    """(What layers cost, the submeshes that stages may have, the memory limit).
+
+    There are as many layers as stages; or as nodes, as a stage on each of them is often best.
+    """
+    make = functools.partial(make, fewest_layers=num_stages or shape[0])
     if kinds.order:
         return costs_on_kinds(kinds, make)
     options = submeshes(*shape)[:-1] if make.keywords["smallest_first"] else submeshes(*shape)

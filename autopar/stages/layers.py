@@ -70,13 +70,20 @@ def cluster(
 
 
 def find_layers(
-    chain: Sequence[ForwardEquation], counts: Sequence[int], *, is_divisible: bool = False, tuning: Tuning = TUNING
+    chain: Sequence[ForwardEquation],
+    counts: Sequence[int],
+    *,
+    fewest: int = 1,
+    is_divisible: bool = False,
+    tuning: Tuning = TUNING,
 ) -> tuple[int, ...]:
     """The places where layers begin: the user's boundaries, or else at the ends of blocks, if the model has blocks.
 
     `counts`: the numbers of layers that are compared; the one whose cuts are the most natural is taken, the first among equals.
     A cut inside a block sends more than the ends of that block do, on both sides. Blocks of unlike width send unlike bytes, so
     cuts nearby decide; among equals those further away, which are the ends of the block where a model has few.
+
+    `fewest`: so many layers are preferred to fewer, however natural the cuts of these are.
 
     `is_divisible`: numbers are left out under which most of the work is in equations that are too large to be in a layer with
     others. Such layers are worth nothing to recomputation.
@@ -85,13 +92,13 @@ def find_layers(
         return marked
     before, cut_bytes = _flops_and_bytes(chain)
     best: tuple[int, ...] = ()
-    least = (math.inf, math.inf)
+    least = (True, math.inf, math.inf)
     for count in counts:
         if count < len(chain) and (not is_divisible or _are_divisible(before, count)):
             places = cluster(chain, max_layers=count, slack=_SLACK)
             excesses = [_excesses(place, before, cut_bytes, tuning) for place in places]
             near, far = (max((one[n] for one in excesses), default=math.inf) for n in (0, 1))
-            if (most := (near, far)) < least:
+            if (most := (len(places) + 1 < fewest, near, far)) < least:
                 best, least = places, most
     return best
 

@@ -184,6 +184,16 @@ def test_a_chain_in_which_nothing_crosses_can_be_cut_anywhere():
     assert len(find_layers(chain_of([1] * 65, [0] * 65), COUNTS)) > 30
 
 
+def test_fewer_layers_than_are_asked_for_are_only_taken_where_there_are_no_more():
+    """A Wide-ResNet on 8 nodes had 5 layers, of the most natural cuts, and no 8 stages."""
+    chain = chain_of([1] * 32, [sent for block in range(16) for sent in (1 if block % 4 == 0 else 2, 4)])
+    few, more = (8, 16, 24), (4, 8, 12, 16, 20, 24, 28)
+    assert find_layers(chain, (16, 8)) == few
+    assert find_layers(chain, (16, 8), fewest=4) == few
+    assert find_layers(chain, (16, 8), fewest=5) == more
+    assert find_layers(chain, (8,), fewest=5) == few
+
+
 def test_a_chain_without_equations_or_work_has_no_cuts_but_those_asked_for():
     assert cluster([], max_layers=3) == ()
     assert cluster(chain_of([0] * 5, [1] * 5), max_layers=3) == ()
