@@ -136,7 +136,7 @@ def _costs_on(
 ) -> tuple[LayerCosts | CostsByKind, tuple[Submesh, ...], float]:
     """(What layers cost, the submeshes that stages may have, the memory limit).
 
-    There are as many layers as stages; or as nodes, as a stage on each of them is often best.
+    There are at least as many layers as stages where the model has them; or as nodes, as a stage on each is often best.
     """
     make = functools.partial(make, fewest_layers=num_stages or shape[0])
     if kinds.order:

@@ -83,16 +83,15 @@ def find_layers(
     A cut inside a block sends more than the ends of that block do, on both sides. Blocks of unlike width send unlike bytes, so
     cuts nearby decide; among equals those further away, which are the ends of the block where a model has few.
 
-    `fewest`: so many layers are preferred to fewer, however natural the cuts of these are.
-
-    `is_divisible`: numbers are left out under which most of the work is in equations that are too large to be in a layer with
-    others. Such layers are worth nothing to recomputation.
+    `fewest`: so many layers are preferred to fewer, however natural the cuts of these are. `is_divisible`: numbers are left out
+    under which most of the work is in equations that are too large to be in a layer with others. Such layers are worth nothing to
+    recomputation.
     """
     if marked := boundaries(chain):
         return marked
     before, cut_bytes = _flops_and_bytes(chain)
     best: tuple[int, ...] = ()
-    least = (True, math.inf, math.inf)
+    least = (fewest > 1, math.inf, math.inf)
     for count in counts:
         if count < len(chain) and (not is_divisible or _are_divisible(before, count)):
             places = cluster(chain, max_layers=count, slack=_SLACK)

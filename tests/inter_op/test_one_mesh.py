@@ -173,10 +173,8 @@ def test_a_plan_says_that_other_ways_were_not_begun_though_some_seconds_were_lef
 def test_recomputation_may_pay_where_a_plan_in_many_microbatches_takes_far_longer_than_its_work(work_s, pays):
     """The limit costs little beside the best plan in as many microbatches, which are many because of it."""
     weights, x = arguments(32, batch=4096)
-    traced, request = (
-        traced_step(weights, x),
-        dataclasses.replace(request_on(two_nodes()), meshes=(LogicalMesh.of((4,)),)),
-    )
+    traced = traced_step(weights, x)
+    request = dataclasses.replace(request_on(two_nodes()), meshes=(LogicalMesh.of((4,)),))
     ways = attempts.Attempts(request, SharedSearch(has_other_ways=True), tuning=TUNING)
     assert ways.may_recompute()
     found = ways.plan(traced, None)

@@ -1,6 +1,7 @@
 """Prices on memory: bounds that hold, choices that fit, and mixtures of what was met on the way."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from autopar.solver import within_memory
+from autopar.solver.budget import Budget
 from autopar.solver.memory_prices import price_memory
 from autopar.solver.outcomes import Chosen, DoesNotFit, Outcome
 from autopar.solver.problem import ChoiceProblem, Costs, MemoryRow
@@ -142,3 +144,22 @@ def test_a_byte_too_much_of_many_costs_one_more_program(monkeypatch: pytest.Monk
     assert row.used(found.numbers) <= 16e9 - 1
     assert found.seconds == 5.0
     assert len(programs) <= 2
+
+
+@pytest.mark.parametrize("gap_work", [1.0, math.inf])
+def test_the_integer_program_ends_before_prices_where_a_gap_has_a_worth(
+    monkeypatch: pytest.MonkeyPatch, gap_work: float
+) -> None:
+    costs, row = knapsack(24, seed=5)
+    left: list[float] = []
+    solve = within_memory.solve_integer_program
+
+    def note(*given: Any, budget: Budget, **options: Any) -> Any:
+        left.append(budget.work_left)
+        return solve(*given, budget=budget, **options)
+
+    monkeypatch.setattr(within_memory, "solve_integer_program", note)
+    tuning = Tuning(gap_work=gap_work, direct_work=1e7)
+    found = choose_of(costs, {}, rows=[row], limit_bytes=0.53 * row.used([0] * 24), tuning=tuning)
+    assert isinstance(found, Chosen)
+    assert left[0] == (1e7 if math.isfinite(gap_work) else math.inf)
