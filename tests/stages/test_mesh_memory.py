@@ -14,7 +14,7 @@ from autopar.stages.tasks.stage_memory import StageMemory
 from autopar.stages.tasks.task_memory import TaskMemory
 
 
-def memory(stage, *, weights=100, sums=10, residual=7, forward=20, backward=30, received=0, alone=0):
+def memory(stage, *, weights=100, sums=10, residual=7, forward=20, backward=30, received=0, alone=0, late=0):
     """A stage whose tasks keep `residual` of a microbatch, and get `received` from the stage before."""
     passing = [Kept("forward", stage, "input_gradient", residual)]
     passing += [Kept("forward", stage - 1, "forward", received)] if stage else []
@@ -22,6 +22,7 @@ def memory(stage, *, weights=100, sums=10, residual=7, forward=20, backward=30, 
     return StageMemory(
         peak_bytes=max(alone, weights + sums),
         kept_bytes=weights,
+        late_bytes=late,
         accumulator_bytes=sums,
         received_bytes=received,
         stage=stage,
@@ -46,6 +47,24 @@ def test_the_bytes_that_calls_hand_to_each_other_by_hand():
     calls = split.bytes_of_calls()
     assert (calls["input_gradient"], calls["weight_gradient"]) == (7 + 4, 4)
     assert calls["backward"] == 7, "in one task the cotangents stay where they are"
+
+
+def test_what_earlier_stages_make_after_their_loops_is_there_in_the_stage_as_one_program_alone():
+    schedule = InFlight(make_schedule("1f1b", num_meshes=2, num_microbatches=4))
+    assert peak_bytes([memory(1, late=40, backward=60)], schedule) == 60 + 10 + 7 + 60
+    assert peak_bytes([memory(1, late=40, backward=60, alone=150)], schedule) == 150
+    assert peak_bytes([memory(0), memory(2, late=40)], interleaved()) == peak_bytes(
+        [memory(0), memory(2)], interleaved()
+    )
+
+
+def test_what_earlier_stages_make_may_be_there_while_weight_gradients_wait():
+    schedule = InFlight(make_schedule("zb-h1", num_meshes=2, num_microbatches=4))
+    halves = TaskMemory(10, {"forward": 20, "input_gradient": 60, "weight_gradient": 5})
+    late = memory(1, late=40)
+    for tasks, beside in ((halves, 100), (dataclasses.replace(halves, working_bytes={"input_gradient": 60}), 60)):
+        stage = dataclasses.replace(late, tasks=types.SimpleNamespace(whole=tasks, split=tasks))
+        assert peak_bytes([stage], schedule) == beside + 10 + 7 + 60
 
 
 def test_the_peak_of_a_mesh_by_hand():

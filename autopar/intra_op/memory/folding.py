@@ -1,8 +1,8 @@
 """Which results of a list of operations have a buffer when XLA's CPU compiler has folded operations into those that read them.
 
-In: a `Block` as XLA leaves it (`xla_rewrites`), and its values. Out: for each operation that runs the buffers that it reads, and
-whether it reads each element where it writes the result. What can go wrong: XLA decides by other rules than those at the top
-of `footprint`.
+In: a `Block` as XLA leaves it (`scattered_sums`, `merged_groups`), and its values. Out: for each operation that runs the buffers
+that it reads, and whether it reads each element where it writes the result. What can go wrong: XLA decides by other rules than
+those at the top of `footprint`.
 """
 
 from __future__ import annotations

@@ -27,30 +27,30 @@ import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from autopar.intra_op.memory.buckets import combine_in_buckets
 from autopar.intra_op.memory.device_operations import FOLDED, Block, Operation, Span, Value
 from autopar.intra_op.memory.folding import Folding
 from autopar.intra_op.memory.lent import Lent, copied_arguments, lie_in_lent
+from autopar.intra_op.memory.merged_groups import merge_groups
 from autopar.intra_op.memory.product_sums import add_into_products
-from autopar.intra_op.memory.xla_rewrites import merge_groups, move_sums_into_scatters
+from autopar.intra_op.memory.scattered_sums import move_sums_into_scatters
 
 
 @dataclasses.dataclass(frozen=True)
 class Footprint:
-    """The buffers of a block, how many steps it has, and the memory of arguments that are copied."""
+    """The buffers of a block, how many steps it has, and the memory of arguments and results that is free for a while."""
 
     spans: tuple[Span, ...]
     steps: int
     lent: tuple[Lent, ...] = ()
 
     def with_own_memory(self, sizes: Sequence[float]) -> list[Span]:
-        """The buffers that lie in no argument's memory, copies of arguments among them; `sizes` are the bytes of each value."""
+        """The buffers that lie in no lent memory, copies of arguments among them; `sizes` are the bytes of each value."""
         if not self.lent:
             return list(self.spans)
-        copies = [Span(one.value, one.copied_at, one.last_read) for one in self.lent]
-        buffers = [*self.spans, *copies]
+        buffers = [*self.spans, *(one.copy for one in self.lent if one.copy is not None)]
         placed = lie_in_lent(buffers, self.lent, sizes)
         return [dataclasses.replace(b, first=max(b.first, 0)) for b in buffers if b not in placed]
 
@@ -61,33 +61,42 @@ def footprint_of(
     *,
     elsewhere: frozenset[int] = frozenset(),
     places: Mapping[int, int] | None = None,
+    unwritten: Collection[int] = (),
 ) -> Footprint:
     """The buffers of a block.
 
     `elsewhere`: outputs that are written to memory that is there anyway. `places`: for some of them the donated argument whose
-    memory that is.
+    memory that is. `unwritten`: those whose memory is nobody else's, so that other buffers lie there until they are made.
     """
     folding = Folding(_as_compiled(block, values), values)
     order = folding.running if block.compiler.keeps_order else _order_breadth_first(folding)
     starts, steps, inner = _steps(order, values)
     apart = {folding.original(v) for v in elsewhere} | _ends_in_place(order, folding, block)
+    waiting = {folding.original(v) for v in unwritten}
     ends = [*starts, steps]
     spans = [
         Span(v, starts[birth], min(ends[min(death + 1, len(order))], steps) - 1)
-        for v, (birth, death) in _lifetimes(order, folding, values).items()
+        for v, (birth, death) in _lifetimes(order, folding, values, waiting).items()
         if v not in apart and death >= birth
     ]
-    copied = copied_arguments(order, folding, places or {})
-    lent = tuple(
-        Lent(
-            value=v,
-            copied_at=number - len(copied),
-            last_read=ends[last + 1] - 1,
-            free_until=min(ends[last + 1], starts[update]) - 1,
-        )
-        for number, (v, (last, update)) in enumerate(sorted(copied.items()))
-    )
-    return Footprint((*spans, *inner), steps, lent)
+    lent = [*_lent_arguments(order, folding, places or {}, ends), *_lent_results(order, waiting, starts)]
+    return Footprint((*spans, *inner), steps, tuple(lent))
+
+
+def _lent_arguments(
+    order: Sequence[Operation], folding: Folding, places: Mapping[int, int], ends: Sequence[int]
+) -> Iterator[Lent]:
+    """The memory of arguments that are copied; `ends`: the first step of each operation, and the end."""
+    copied = copied_arguments(order, folding, places)
+    for number, (v, (last, update)) in enumerate(sorted(copied.items()), start=-len(copied)):
+        free_until = min(ends[last + 1], ends[update]) - 1
+        yield Lent(value=v, free_after=number, free_until=free_until, copy=Span(v, number, ends[last + 1] - 1))
+
+
+def _lent_results(order: Sequence[Operation], unwritten: Collection[int], starts: Sequence[int]) -> Iterator[Lent]:
+    """The memory of results before they are made."""
+    for start, op in zip(starts, order, strict=True):
+        yield from (Lent(value=v, free_after=-1, free_until=start - 1) for v in op.outputs if v in unwritten)
 
 
 def _as_compiled(block: Block, values: Sequence[Value]) -> Block:
@@ -104,8 +113,13 @@ def _ends_in_place(order: Sequence[Operation], folding: Folding, block: Block) -
     return {v for v in made if v in folding.maker}
 
 
-def _lifetimes(order: Sequence[Operation], folding: Folding, values: Sequence[Value]) -> dict[int, tuple[int, int]]:
-    """For each buffer the numbers of the operation that makes it and of the last that needs it; one more than all for outputs."""
+def _lifetimes(
+    order: Sequence[Operation], folding: Folding, values: Sequence[Value], unwritten: Collection[int]
+) -> dict[int, tuple[int, int]]:
+    """For each buffer the numbers of the operation that makes it and of the last that needs it; one more than all for outputs.
+
+    What has memory that was `unwritten` takes no other buffer's place.
+    """
     birth = {v: at for at, op in enumerate(order) for v in op.outputs}
     death = dict(birth)
     for at, op in enumerate(order):
@@ -115,7 +129,7 @@ def _lifetimes(order: Sequence[Operation], folding: Folding, values: Sequence[Va
     for v, at in death.items():
         last_reads[at].add(v)
     for at, op in enumerate(order):
-        death.update((v, at - 1) for v in _written_over(op, folding, values, last_reads[at]))
+        death.update((v, at - 1) for v in _written_over(op, folding, values, last_reads[at], unwritten))
     return {v: (at, death[v]) for v, at in birth.items()}
 
 
@@ -133,16 +147,17 @@ def _steps(order: Sequence[Operation], values: Sequence[Value]) -> tuple[list[in
     return starts, now, inner
 
 
-def _written_over(op: Operation, folding: Folding, values: Sequence[Value], free: Collection[int]) -> set[int]:
+def _written_over(
+    op: Operation, folding: Folding, values: Sequence[Value], free: Collection[int], unwritten: Collection[int]
+) -> set[int]:
     """The values that the outputs of an operation take the place of, among those that are `free` after it."""
+    outputs = [out for out in op.outputs if out not in unwritten]
     if op.over:
         pairs: Iterable[tuple[int, Sequence[int]]] = [
-            (out, (folding.original(v),)) for out, v in zip(op.outputs, op.over, strict=True)
+            (out, (folding.original(v),)) for out, v in zip(op.outputs, op.over, strict=True) if out in outputs
         ]
     elif op.kind in FOLDED:
-        pairs = [
-            (out, [v for v in folding.read_in_place(op) if not _is_with_workspace(v, folding)]) for out in op.outputs
-        ]
+        pairs = [(out, [v for v in folding.read_in_place(op) if not _is_with_workspace(v, folding)]) for out in outputs]
     else:
         return set()
     taken: set[int] = set()

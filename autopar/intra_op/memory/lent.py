@@ -1,4 +1,5 @@
-"""Donated arguments that XLA copies, and what it puts into their memory until the results that take their places are there.
+"""Memory of arguments and results that is free for a while, and what XLA puts into it: of donated arguments that it copies, until
+the results that take their places are there; of other results, until these are made.
 
 In: the operations that run, in order, and which result takes the place of which argument. Out: `Lent` memory, and which buffers
 lie in it. What is modelled, as XLA's copy insertion and buffer assignment do it:
@@ -25,23 +26,23 @@ from autopar.intra_op.memory.folding import Folding
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lent:
-    """The memory of an argument, and the copy that is read in its place.
+    """The memory of an argument or of a result.
 
     Attributes:
-        value: the argument.
-        copied_at: when it is copied: the copies are made one after the other, before step 0.
-        last_read: the last step that reads the copy.
-        free_until: the last step at which its memory is free for others.
+        value: the argument or the result.
+        free_after: the step after which its memory is free for others. Copies are made one after the other, before step 0.
+        free_until: the last step at which it is.
+        copy: the buffer of the copy that is read in an argument's place.
     """
 
     value: int
-    copied_at: int
-    last_read: int
+    free_after: int
     free_until: int
+    copy: Span | None = None
 
     def has_room_for(self, buffer: Span, sizes: Sequence[float]) -> bool:
         """Whether a buffer may lie in the memory, if nothing else does."""
-        is_there = self.copied_at < buffer.first and buffer.last <= self.free_until
+        is_there = self.free_after < buffer.first and buffer.last <= self.free_until
         return is_there and sizes[buffer.value] <= sizes[self.value]
 
 
@@ -102,8 +103,8 @@ def _writes_over(op: Operation, argument: int, made: int, folding: Folding) -> b
 
 
 def lie_in_lent(buffers: Collection[Span], lent: Sequence[Lent], sizes: Sequence[float]) -> set[Span]:
-    """The buffers that lie in the memory of arguments; `sizes` are bytes of values. Negative steps are those of copies."""
-    free = sorted(lent, key=lambda one: (sizes[one.value], -one.copied_at))
+    """The buffers that lie in lent memory; `sizes` are bytes of values. Negative steps are those of copies."""
+    free = sorted(lent, key=lambda one: (sizes[one.value], -one.free_after))
     taken: list[list[Span]] = [[] for _ in free]
     largest = sizes[free[-1].value] if free else 0
     found = set[Span]()

@@ -261,7 +261,7 @@ class MemoryModel:
         worst = int(np.argmax(totals))
         alive = [(v, True) for v in self._kept(program)]
         alive += [(b.value, False) for b in buffers if b.first <= worst <= b.last]
-        copied = {one.value for one in footprint.lent}
+        copied = {one.copy.value for one in footprint.lent if one.copy is not None}
         tensors = [
             Resident(name=name, shape=v.shape, dtype=v.dtype, bytes=sizes[n], is_kept=is_kept, scope=v.scope)
             for n, is_kept in alive

@@ -29,6 +29,8 @@ class StageShare:
 
 def share_peak(stages: Sequence[StageMemory], in_flight: InFlight) -> tuple[StageShare, ...]:
     """The part of each of these stages, all that are on one mesh, of the mesh's peak; what they add up to is the peak."""
+    if len(stages) > 1:  # their loops end at different times
+        stages = [dataclasses.replace(stage, late_bytes=0) for stage in stages]
     standing = [stage.standing_bytes(in_flight) for stage in stages]
     values = [(place, one) for place, stage in enumerate(stages) for one in stage.looping(in_flight)]
     there = in_flight.at_peak([(stages[place].stage, one) for place, one in values])

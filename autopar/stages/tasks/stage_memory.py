@@ -39,7 +39,8 @@ KINDS = get_args(TaskKind)
 class StageMemory:
     """Bytes per device.
 
-    `peak_bytes`: with one microbatch in flight. Of it, `kept_bytes`: weights and optimizer state; `accumulator_bytes`: what the
+    `peak_bytes`: with one microbatch in flight. Of it, `kept_bytes`: weights, optimizer state and what comes from other stages
+    once a step; `late_bytes`: of that, what earlier stages make when their loop is over; `accumulator_bytes`: what the
     microbatches add up.
     `received_bytes`: what a microbatch gets from the forward of other stages. `passing`: what tasks hand to the tasks of this
     stage, as if the backward were split; `stage` is its number. `tasks`: what the tasks need while they run.
@@ -47,6 +48,7 @@ class StageMemory:
 
     peak_bytes: int
     kept_bytes: int
+    late_bytes: int = 0
     accumulator_bytes: int
     received_bytes: int
     stage: int
@@ -54,8 +56,13 @@ class StageMemory:
     tasks: TaskMemories
 
     def standing_bytes(self, in_flight: InFlight) -> int:
-        """What is there while the loop over microbatches runs, whatever is in flight."""
-        return self.kept_bytes + self._tasks(in_flight).once_bytes
+        """What is there while the loop over microbatches runs, whatever is in flight.
+
+        The loops of earlier stages end after this one's, unless its weight gradients wait.
+        """
+        tasks = self._tasks(in_flight)
+        late = 0 if "weight_gradient" in tasks.working_bytes else self.late_bytes
+        return self.kept_bytes - late + tasks.once_bytes
 
     def looping(self, in_flight: InFlight) -> tuple[Kept, ...]:
         """What comes and goes while it runs: what tasks are handed, and each task's own as long as the task runs."""
@@ -166,10 +173,16 @@ def stage_memory(
         if port.source == "received" and port.maker is not None and port.maker.kind == "forward"
     )
     kept = sum(value.bytes_per_device for port, value in ports if port.source != "received")
+    late = sum(
+        value.bytes_per_device
+        for port, value in ports
+        if port.source == "exchanged" and port.maker is not None and port.maker.stage < program.stage
+    )
     loop = loop_of(assignment.program)
     return StageMemory(
         peak_bytes=plan.peak_bytes,
         kept_bytes=kept,
+        late_bytes=late,
         accumulator_bytes=0 if loop is None else _accumulators(loop, assignment),
         received_bytes=received,
         stage=program.stage,

@@ -81,9 +81,16 @@ class TaskMemories:
             writes=[(write.atom, write.path) for write in cut.writes],
             compiler=self._compiler,
         )
-        footprint = footprint_of(program.block, program.values, elsewhere=frozenset(program.outputs))
+        results = [write for write in cut.writes if not isinstance(write.atom, Literal)]
+        donated = {placed.ref for placed in cut.operands.values()}
+        footprint = footprint_of(
+            program.block,
+            program.values,
+            elsewhere=frozenset(program.outputs),
+            unwritten=[v for v, write in zip(program.outputs, results, strict=True) if write.ref not in donated],
+        )
         change = np.zeros(footprint.steps + 1, int)
-        for span in footprint.spans:
+        for span in footprint.with_own_memory([v.bytes for v in program.values]):
             change[span.first] += program.values[span.value].bytes
             change[span.last + 1] -= program.values[span.value].bytes
         return int(np.cumsum(change).max())

@@ -1,4 +1,4 @@
-"""Donated arguments that XLA copies before the step, and what lies in their memory until the results are there.
+"""Donated arguments that XLA copies before the step, and what lies in their memory, or in that of results, until these are there.
 
 `tests/verify` compares whole models; here are the cases that can be reckoned by hand, and one where the copies are most of it.
 """
@@ -36,7 +36,7 @@ def copied(*operations, outputs=(UPDATED,)):
 
 
 def lent_memory(value, copied_at, last_read, free_until):
-    return Lent(value=value, copied_at=copied_at, last_read=last_read, free_until=free_until)
+    return Lent(value=value, free_after=copied_at, free_until=free_until, copy=Span(value, copied_at, last_read))
 
 
 def test_a_weight_is_copied_if_something_reads_it_that_its_update_does_not_wait_for():
@@ -64,7 +64,20 @@ def test_the_copy_is_there_until_its_last_reader_and_the_memory_is_free_until_th
     (one,) = footprint_of(
         block, values(*[64] * 7), elsewhere=frozenset({UPDATED, HANDED_ON}), places={UPDATED: WEIGHT}
     ).lent
-    assert (one.copied_at, one.last_read, one.free_until) == (-1, 3, 2)
+    assert (one.free_after, one.free_until, one.copy) == (-1, 2, Span(WEIGHT, -1, 3))
+
+
+def test_the_memory_of_a_result_is_free_until_the_result_is_made():
+    sizes = [0, 64, 64, 32, 64, 48]
+    block = Block((whole((0,), 1), whole((1,), 2), whole((2,), 3), whole((3,), 4), whole((4,), 5)), (4, 5))
+    found = footprint_of(block, values(*sizes), elsewhere=frozenset({4, 5}), unwritten=[4, 5])
+    assert {span.value for span in found.with_own_memory(sizes)} == {2}
+    assert [(one.value, one.free_after, one.free_until) for one in found.lent] == [(4, -1, 2), (5, -1, 3)]
+    read = Block((whole((0,), 1), Operation(kind=Kind.CHEAP, inputs=(1,), outputs=(2,))), (2,))
+    beside = footprint_of(read, values(0, 64, 64), elsewhere=frozenset({2}), unwritten=[2])
+    assert {span.value for span in beside.with_own_memory([0, 64, 64])} == {1}, "what it is made of is there beside it"
+    donated = footprint_of(block, values(*sizes), elsewhere=frozenset({4, 5}), unwritten=[5])
+    assert {span.value for span in donated.with_own_memory(sizes)} == {1, 2}
 
 
 def test_the_largest_buffers_are_placed_first_each_in_the_smallest_memory_that_is_free():
@@ -78,7 +91,7 @@ def test_the_largest_buffers_are_placed_first_each_in_the_smallest_memory_that_i
 
 def test_a_copy_lies_in_the_memory_of_an_argument_that_was_copied_before_it_and_not_of_a_later_one():
     lent = [lent_memory(0, -2, 9, 9), lent_memory(1, -1, 5, 5)]
-    copies = [Span(one.value, one.copied_at, one.last_read) for one in lent]
+    copies = [one.copy for one in lent]
     assert lie_in_lent(copies, lent, [64, 64]) == {copies[1]}
 
 

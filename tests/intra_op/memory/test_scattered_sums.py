@@ -11,7 +11,7 @@ from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.memory.device_operations import Block, Kind, Operation, Value
 from autopar.intra_op.memory.device_program import device_program
 from autopar.intra_op.memory.footprint import footprint_of
-from autopar.intra_op.memory.xla_rewrites import move_sums_into_scatters
+from autopar.intra_op.memory.scattered_sums import move_sums_into_scatters
 from autopar.intra_op.xla_cpu.contraction_orders import of_product
 from autopar.layouts.mesh import LogicalMesh
 from autopar.program.from_jaxpr import program_of
