@@ -204,6 +204,11 @@ def main() -> int:
             if not check:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(text, encoding="utf-8")
+    for path in (
+        () if check else NOTEBOOKS
+    ):  # a page that only the seconds of planning tell from its notebook is not stale
+        for page, text in pages(path, json.loads(path.read_text(encoding="utf-8"))).items():
+            page.write_text(text, encoding="utf-8")
     for path in stale:
         print(f"{'differs' if check else 'written'}: {path}")
     return 1 if check and stale else 0

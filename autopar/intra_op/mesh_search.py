@@ -22,6 +22,7 @@ from autopar.intra_op.choices.least_costs import least_costs
 from autopar.intra_op.choices.overlap import Exposure, least_exposure
 from autopar.intra_op.describe import describe_plan
 from autopar.intra_op.lowering.assignment import assign
+from autopar.intra_op.lowering.late_gathers import gather_late
 from autopar.intra_op.memory.compilers import compiler_of
 from autopar.intra_op.memory.model import MemoryModel, Streams
 from autopar.intra_op.memory_limit import Fits, TooLarge, choose_within_limit, nobody_s
@@ -170,8 +171,9 @@ class MeshSearch:
         if not isinstance(free, Chosen):
             return free
         self.choice_s = free.lower_bound_s
-        if limit is None or self.memory.required(free.numbers) <= limit:
-            return self._describe(free, None, free.seconds)
+        late = self._gather_late(free)
+        if limit is None or self.memory.required(late.numbers) <= limit:
+            return self._describe(late, None, free.seconds)
         self._note_excess(self.memory.parts(free.numbers)[1], limit)
         if self.memory.bound() > limit:
             return self._nothing_fits()
@@ -184,11 +186,17 @@ class MeshSearch:
         problem = dataclasses.replace(problem, proof=request.tuning.limited_gap)
         match choose_within_limit(problem, self.memory, limit, free=free, rival_s=rival_s, tuning=request.tuning):
             case Fits(choice, copy_span, unlimited_s):
-                return self._describe(choice, copy_span, unlimited_s)
+                late = choice if copy_span is not None else self._gather_late(choice)
+                does_fit = late.numbers == choice.numbers or self.memory.required(late.numbers) <= limit
+                return self._describe(late if does_fit else choice, copy_span, unlimited_s)
             case TooLarge(tried_bytes, is_settled):
                 return dataclasses.replace(self._nothing_fits(), tried_bytes=tried_bytes, is_settled=is_settled)
             case ended:
                 return ended
+
+    def _gather_late(self, choice: Chosen) -> Chosen:
+        """The choice with inputs gathered where they are read."""
+        return dataclasses.replace(choice, numbers=gather_late(self.graph, choice.numbers))
 
     def _nothing_fits(self) -> NothingFits:
         """What is known before anything was tried."""
