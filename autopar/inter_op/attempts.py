@@ -67,6 +67,11 @@ class Attempts:
         is_too_late = budget.is_over or budget.seconds_left < self._tuning.begun * self._took_s
         return math.isfinite(self.shared.best_s) and is_too_late
 
+    @property
+    def is_early(self) -> bool:
+        """Whether less than half of the time is used, so that a way that promises little may be looked at."""
+        return self._request.budget.elapsed_s < self._request.budget.seconds_left
+
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:
         """A context in which one way is cut and planned: another one takes about as long."""

@@ -283,7 +283,8 @@ class LayerCosts:
         ways = self._ways(count, devices)
         carried = {m: figures for m, figures in planned.items() if self._ways(m, devices) >= ways}
         if carried:
-            return _carry_over(carried, count, share=self._share(layer))
+            alike = self._divided_alike(carried, devices, nearest=_nearest(carried, count))
+            return _carry_over(alike, count, share=self._share(layer))
         if planned:
             return self._at_best(layer, devices, planned, count)
         smaller = {size for sizes in self._sizes.values() for size in sizes if size < devices}
@@ -326,7 +327,7 @@ class LayerCosts:
 
         Of `count` microbatches, from `planned` numbers of these, whose examples the devices divide less far.
         """
-        nearest = min(planned, key=lambda m: abs(math.log(m / count)))
+        nearest = _nearest(planned, count)
         task_s, layers = planned[nearest].forward_s + planned[nearest].backward_s, self._layers[nearest]
         launches = min(1.0, layers.launches_s(layer) / task_s) if task_s else 0.0
         figures = _carry_over(planned, count, share=np.maximum(launches, self._share(layer)))
@@ -346,16 +347,32 @@ class LayerCosts:
         """The number of devices among which the examples of a microbatch can be divided evenly."""
         return math.gcd(max(1, self._examples // count), devices)
 
+    def _divided_alike(
+        self, planned: Mapping[int, LayerFigures], devices: int, *, nearest: int
+    ) -> dict[int, LayerFigures]:
+        """Of planned numbers of microbatches those whose examples the devices divide as far as those of the nearest one.
+
+        Where they divide fewer, a microbatch takes longer for another reason than latency.
+        """
+        ways = self._ways(nearest, devices)
+        return {m: figures for m, figures in planned.items() if self._ways(m, devices) == ways}
+
     def _share(self, layer: int) -> np.ndarray | float:
         """The part of a layer's (forward, backward) seconds that is latency, from submeshes planned under several counts."""
         shares = []
         for devices in set[int]().union(*self._sizes.values()):
             counts = [m for m, sizes in self._sizes.items() if devices in sizes]
             known = {m: f for m in counts if (f := self._layers[m].figures(layer, devices)) is not None}
+            known = self._divided_alike(known, devices, nearest=next(iter(known), 1))
             if len(known) > 1:
                 share = latency_share({m: _task_seconds(f) for m, f in known.items()}, next(iter(known)))
                 shares += [] if share is None else [share]
         return np.asarray(np.mean(shares, axis=0)) if shares else 0.0
+
+
+def _nearest(planned: Mapping[int, LayerFigures], count: int) -> int:
+    """The planned number of microbatches that is nearest to a number."""
+    return min(planned, key=lambda m: abs(math.log(m / count)))
 
 
 def _task_seconds(figures: LayerFigures) -> np.ndarray:
@@ -364,7 +381,7 @@ def _task_seconds(figures: LayerFigures) -> np.ndarray:
 
 def _carry_over(planned: Mapping[int, LayerFigures], count: int, *, share: np.ndarray | float) -> LayerFigures:
     """Figures under another number of microbatches: seconds by their latency, what a microbatch keeps by its size."""
-    nearest = min(planned, key=lambda m: abs(math.log(m / count)))
+    nearest = _nearest(planned, count)
     near, smaller = planned[nearest], nearest / count
     forward_s, backward_s = seconds_at({m: _task_seconds(f) for m, f in planned.items()}, count, share=share)
     return dataclasses.replace(

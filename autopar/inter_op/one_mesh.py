@@ -73,8 +73,8 @@ def plan_on_one_mesh(
     with attempts.timed():
         first = attempts.plan_first(cut_into_microbatches(step, least), repeated, excess if step is traced else None)
     far = attempts.shared.excess
-    if first is None and promising is not None and promising.microbatches in counts:
-        _plan_promising(attempts, step, repeated, promising)
+    if first is None and promising is not None and promising.microbatches in counts[1:]:
+        _plan_promising(attempts, step, counts[1:], repeated, promising)
     if not attempts.is_dear() or (isinstance(first, Beaten) and first.step_s is None):
         return attempts.best()
     roomier = 1.0 if beat_s == math.inf else tuning.roomier_mesh
@@ -90,13 +90,22 @@ def plan_on_one_mesh(
     return attempts.best()
 
 
-def _plan_promising(attempts: Attempts, step: TracedStep, repeated: Repeated | None, promising: Promising) -> None:
-    """Plan the way that looks best. Where it does forward work again, and `repeated` does not say how, that is all of it."""
+def _plan_promising(
+    attempts: Attempts, step: TracedStep, counts: Sequence[int], repeated: Repeated | None, promising: Promising
+) -> None:
+    """Plan the way that looks best, and then fewer microbatches, early and as long as they are faster: sums may have too many.
+
+    Where it does forward work again, and `repeated` does not say how, that is all of it.
+    """
     attempts.prefer(promising.meshes)
     if promising.recompute and repeated is None:
         repeated = Repeated()
         step = repeated.apply(step)
-    _Ways(attempts, step, (promising.microbatches,), repeated).explore(1.0)
+    for count in reversed([count for count in counts if count <= promising.microbatches]):
+        _Ways(attempts, step, (count,), repeated).explore(1.0)
+        fastest = attempts.fastest()
+        if fastest is None or fastest.plan.num_microbatches != count or not attempts.is_early:
+            return
 
 
 def state_is_too_large(traced: TracedStep, request: PlanRequest, devices: int) -> bool:

@@ -8,10 +8,11 @@ that fits.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from autopar.errors import OutOfMemoryError
+from autopar.errors import ArgumentError, OutOfMemoryError
 from autopar.inter_op.candidates.timetables import Timetable
 from autopar.inter_op.candidates.tuning import TUNING, Tuning
 from autopar.inter_op.costs_by_kind import ALIKE, KindsInOrder
@@ -36,6 +37,8 @@ from autopar.plan import Alternative
 from autopar.program.step import TracedStep
 from autopar.schedules.in_flight import InFlight
 from autopar.solver.budget import LateError
+from autopar.stages.chain import forward_chain
+from autopar.stages.even_cuts import boundaries, choose_even_cuts
 from autopar.stages.rejoin_scans import rejoin_scans
 from autopar.stages.scan_stacks import every_layer
 from autopar.stages.split_scans import SplitStep, split_scans
@@ -164,7 +167,8 @@ def _plan_best_number(
 ) -> tuple[Found, PlannedPipeline]:
     """The chosen stages, planned; or others, if these take longer than promised and those promise less, or do not fit as wholes.
 
-    Raises OutOfMemoryError if none fits, also of those that are chosen in less memory.
+    Stages whose work can be divided far more evenly are planned so first. Raises OutOfMemoryError if none fits, also of those
+    that are chosen in less memory.
     """
     known, tried, best, too_large = KnownStages(), list[Found](), None, None
 
@@ -172,7 +176,8 @@ def _plan_best_number(
         tried.append(one)
         return _plan_found(traced, split, one, wishes, request, tuning, known, kinds)
 
-    for one in (found, *found.others[: tuning.second_looks]):
+    even = _even_out(found, tuning)
+    for one in (*([even] if even else []), found, *found.others[: tuning.second_looks]):
         if best is not None and not _may_be_faster(one, *best, request, tuning):
             break
         try:
@@ -190,6 +195,35 @@ def _plan_best_number(
         assert too_large is not None
         return _plan_in_less_memory(found, tried, plan, request, tuning, too_large)
     return _compare_with_less_memory(found, best, tried, plan, request, tuning)
+
+
+def _even_out(found: Found, tuning: Tuning) -> Found | None:
+    """Stages on as many devices that are cut between layers as well, so that all take about as long; None if little is gained.
+
+    The sums know only whole layers, which may be several blocks of a model. Within a stage that they chose, time is taken to go
+    with floating-point operations.
+    """
+    alike = zip(found.sizes, found.shares, found.kinds or found.sizes, strict=True)
+    if len({*alike}) != 1 or found.timetable.virtual_stages > 1:
+        return None
+    stages, chain = found.choice.stages, forward_chain(found.loop)
+    if boundaries(chain):
+        return None
+    bounds, work = (0, *found.cuts, len(chain)), list[float]()
+    for stage, (first, end) in zip(stages, itertools.pairwise(bounds), strict=True):
+        flops = sum(link.flops for link in chain[first:end])
+        work += [stage.stage_s * link.flops / flops if flops else 0.0 for link in chain[first:end]]
+    try:
+        cuts = choose_even_cuts(chain, len(stages), work=work)
+    except ArgumentError:
+        return None
+    slowest_s = max(sum(work[first:end]) for first, end in itertools.pairwise((0, *cuts, len(chain))))
+    part = slowest_s / max(stage.stage_s for stage in stages)
+    if part * (1 + tuning.worth) > 1:
+        return None
+    return dataclasses.replace(
+        found, cuts=cuts, choice=dataclasses.replace(found.choice, step_s=part * found.choice.step_s), others=()
+    )
 
 
 def _compare_with_less_memory(

@@ -24,9 +24,18 @@ ACCUMULATED_BY_HAND = (
 )
 
 
-def choose_even_cuts(chain: Sequence[ForwardEquation], num_stages: int, *, tuning: Tuning = TUNING) -> tuple[int, ...]:
-    """Places that share the work equally, moved by at most `tuning.slack` of a share to where the fewest bytes cross."""
-    done = np.cumsum([0.0, *(e.flops for e in chain)])
+def choose_even_cuts(
+    chain: Sequence[ForwardEquation], num_stages: int, *, work: Sequence[float] | None = None, tuning: Tuning = TUNING
+) -> tuple[int, ...]:
+    """Places that share the work equally, moved by at most `tuning.slack` of a share to where the fewest bytes cross.
+
+    Args:
+        chain: the forward operations.
+        num_stages: how many stages to cut them into.
+        work: of each operation, in any unit; its floating-point operations unless it is given.
+        tuning: how far a cut may be from an equal share.
+    """
+    done = np.cumsum([0.0, *([e.flops for e in chain] if work is None else work)])
     share = done[-1] / num_stages
     cuts: list[int] = []
     for k in range(1, num_stages):

@@ -121,6 +121,34 @@ def test_what_looks_best_by_its_layers_is_planned_first_where_one_microbatch_doe
     assert planned(traced, 10**8, large=0, promising=promising)[1] == (1,)
 
 
+@pytest.mark.parametrize(
+    ("fitting", "early", "tried"),
+    [(4, True, [16, 8, 4, 2]), (16, True, [16, 8]), (2, True, [16, 8, 4, 2]), (2, False, [16])],
+)
+def test_fewer_microbatches_than_look_best_are_planned_early_as_long_as_they_fit_and_are_faster(
+    traced, monkeypatch, fitting, early, tried
+):
+    """Sums of layers may ask for more than the whole needs."""
+
+    def plan(step, request, shared):
+        WAYS.append(step.microbatches)
+        if step.microbatches < fitting:
+            raise OutOfMemoryError("", needed_bytes=1.0, tensors=())
+        found = plan_way(step, dataclasses.replace(request, memory_limit_bytes=None), SharedSearch())
+        return dataclasses.replace(
+            found,
+            plan=dataclasses.replace(found.plan, compute_s=1 + 0.01 * step.microbatches, comm_s=0.0, hidden_s=0.0),
+        )
+
+    monkeypatch.setattr(attempts, "plan_way", plan)
+    monkeypatch.setattr(attempts, "far_excess", lambda *_: 2.0)
+    monkeypatch.setattr(attempts.Attempts, "is_dear", lambda these: not these._found)
+    monkeypatch.setattr(attempts.Attempts, "is_early", early)
+    best, _ = planned(traced, 300_000, large=0, promising=Promising(16, ()))
+    assert tried == WAYS
+    assert best.num_microbatches == max(fitting, min(tried))
+
+
 @pytest.mark.parametrize(("recompute", "tried"), [(False, [2, 4]), (True, [2, 2, 4])])
 def test_what_looked_best_and_does_not_fit_is_not_planned_again(traced, monkeypatch, recompute, tried):
     """Two microbatches are also where plans should fit without recomputation, which then is another way."""

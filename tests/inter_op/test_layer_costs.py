@@ -2,12 +2,14 @@
 
 import functools
 import math
+import types
 
 import pytest
 
 from autopar.cost_model.hardware import preset
 from autopar.inter_op.layer_costs import LayerCosts, _first_sizes
 from autopar.inter_op.plan_stage import plan_program
+from autopar.inter_op.planned_layers import LayerFigures
 from autopar.stages.split_scans import split_scans
 from autopar.stages.time_loops import make_loops
 from tests.inter_op.test_search import arguments, request_on, traced_step, two_nodes
@@ -31,6 +33,32 @@ def test_figures_carry_over_to_numbers_of_microbatches_that_divide_their_example
     assert costs.is_planned(1024, (4, 8))
     assert not costs.is_planned(256, (4, 8))
     assert not costs.is_planned(512, (8, 8))
+
+
+def test_microbatches_that_devices_divide_less_far_tell_nothing_of_latency():
+    """Of 1,520 examples, 20 microbatches have 76 each and 380 have 4, which 8 devices divide in four; 80 have 19."""
+
+    def costs_of(seconds):
+        costs = LayerCosts.__new__(LayerCosts)
+        costs._examples, costs._sizes = 1520, {count: {8} for count in seconds}
+        costs._layers = {
+            count: types.SimpleNamespace(
+                figures=lambda layer, devices, s=s: LayerFigures(forward_s=s, backward_s=2 * s),
+                useful_devices=lambda layer, devices: devices,
+                first_alike=lambda layer: layer,
+            )
+            for count, s in seconds.items()
+        }
+        costs._known = {}
+        return costs
+
+    uneven, even = costs_of({20: 1.0, 80: 0.9}), costs_of({20: 1.0, 380: 0.1})
+    assert uneven._share(0) == 0.0
+    assert even._share(0) == pytest.approx([0.05] * 2), "t = 0.05 + 19 / m"
+    for costs in (uneven, even):
+        carried = costs._figures(152, 0, 8)
+        expected_s = 20 / 152 if costs is uneven else 0.05 + 19 / 152
+        assert (carried.forward_s, carried.backward_s) == pytest.approx((expected_s, 2 * expected_s))
 
 
 @pytest.mark.parametrize("width", [64, 1024])

@@ -7,9 +7,14 @@ import pytest
 
 from autopar.errors import OutOfMemoryError
 from autopar.inter_op import search_pipeline
+from autopar.inter_op.candidates.timetables import Timetable
 from autopar.inter_op.candidates.tuning import TUNING
 from autopar.inter_op.search import NotFaster
 from autopar.solver.budget import Budget, LateError
+from autopar.stages.chain import forward_chain
+from autopar.stages.split_scans import split_scans
+from autopar.stages.time_loops import make_loops
+from tests.inter_op.test_search import arguments, traced_step
 
 LATE = -1.0
 """In the place of seconds: the clock ends while these stages are planned."""
@@ -102,3 +107,70 @@ def test_a_clock_that_ends_a_second_look_does_not_cost_the_stages_that_are_plann
     assert choose(found_of(1.0, within={ROOM: found_of(1.2)}), {1.0: 1.5, 1.2: LATE}) == (1.0, 1.5, [1.0, 1.2])
     with pytest.raises(LateError):
         choose(found_of(1.0), {1.0: LATE})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What evening out reads of a choice of stages."""
+
+    stages: tuple
+    step_s: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FoundStages:
+    """What evening out reads of found stages, with cuts of a real chain."""
+
+    cuts: tuple
+    sizes: tuple
+    shares: tuple
+    choice: Choice
+    loop: object
+    timetable: Timetable
+    kinds: tuple = ()
+    others: tuple = ()
+
+
+def stages_of(part, **options):
+    """Two stages of a chain of layers, the first of which has about this part of the work; each takes as long as its work."""
+    loop = make_loops(split_scans(traced_step(*arguments(64, batch=8)), ()), 4)(4)
+    flops = [link.flops for link in forward_chain(loop)]
+    cut = min(range(1, len(flops)), key=lambda place: abs(sum(flops[:place]) - part * sum(flops)))
+    seconds = [sum(flops[:cut]) / sum(flops), sum(flops[cut:]) / sum(flops)]
+    stages = tuple(types.SimpleNamespace(stage_s=one) for one in seconds)
+    same = {"sizes": (4, 4), "shares": (0.0, 0.0), "timetable": Timetable(4, "1f1b"), **options}
+    return FoundStages(cuts=(cut,), choice=Choice(stages=stages, step_s=4 * max(seconds)), loop=loop, **same), flops
+
+
+def test_stages_of_unequal_work_on_equal_devices_are_cut_again_between_layers():
+    found, flops = stages_of(0.7)
+    even = search_pipeline._even_out(found, TUNING)
+    (cut,) = even.cuts
+    assert sum(flops[:cut]) == pytest.approx(0.5 * sum(flops), rel=0.1)
+    assert even.choice.step_s < 0.8 * found.choice.step_s
+    assert dataclasses.replace(even, cuts=found.cuts, choice=found.choice) == found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"sizes": (4, 8)}, {"shares": (0.0, 1.0)}, {"timetable": Timetable(4, "interleaved", 2)}, {"kinds": (0, 1)}],
+)
+def test_unlike_stages_are_left_as_they_are(options):
+    """What more devices do, or what is done again, is not told by floating-point operations."""
+    found, _ = stages_of(0.7, **options)
+    assert search_pipeline._even_out(found, TUNING) is None
+
+
+def test_stages_of_nearly_equal_work_are_left_as_they_are():
+    found, _ = stages_of(0.5)
+    assert search_pipeline._even_out(found, TUNING) is None
+
+
+def test_stages_of_equal_work_are_planned_first_and_the_chosen_ones_where_they_break_their_promise(choose, monkeypatch):
+    def even_out(found, tuning):
+        return found_of(0.9) if found.choice.step_s == 1.0 else None
+
+    monkeypatch.setattr(search_pipeline, "_even_out", even_out)
+    assert choose(found_of(1.0), {0.9: 0.91, 1.0: 0.5}) == (0.9, 0.91, [0.9])
+    assert choose(found_of(1.0), {0.9: 1.2, 1.0: 1.01}) == (1.0, 1.01, [0.9, 1.0])
+    assert choose(found_of(1.0), {0.9: None, 1.0: 1.01}) == (1.0, 1.01, [0.9, 1.0])

@@ -41,20 +41,33 @@ def test_a_layer_that_takes_no_time_has_no_latency():
     assert latency_share({2: np.array([0.0]), 4: np.array([0.0])}, 2) == 0.0
 
 
+def divisors(number):
+    return tuple(m for m in range(1, number + 1) if number % m == 0)
+
+
 def test_numbers_around_the_usual_one_are_all_compared_if_they_are_few_and_evenly_if_many():
     assert counts_around((1, 2, 4, 8, 16), 8) == (1, 2, 4, 8, 16)
     assert counts_around((1, 3, 128), 8) == (1, 3)
-    many = counts_around(tuple(range(1, 721)), 30)
+    many = counts_around(divisors(720), 30)
     assert len(many) <= TUNING.most_counts + 1
-    assert (many[0], many[-1], 30 in many) == (4, 240, True)
-    assert all(1.5 < b / a < 2.5 for a, b in itertools.pairwise(many) if 30 not in (a, b))
+    assert 30 in many
+    assert many[0] <= 5
+    assert many[-1] >= 180
+    assert all(1.2 < b / a < 4 for a, b in itertools.pairwise(many) if 30 not in (a, b))
+
+
+def test_of_numbers_near_each_other_that_is_compared_whose_microbatches_many_devices_divide():
+    """Of 1,520 examples 95 microbatches have 16 each; 80, which is nearer to an equal ratio, have 19."""
+    assert counts_around(divisors(1520), 20) == (5, 8, 10, 19, 20, 38, 95, 152)
+    assert more_counts(divisors(1520), 38) == (40, 95, 152, 190, 380, 760, 1520)
 
 
 def test_numbers_for_a_step_that_needs_more_of_them_are_all_that_are_larger_or_evenly_many():
     assert more_counts((1, 2, 4, 8, 16), 4) == (8, 16)
     assert more_counts((1, 2, 4), 4) == ()
-    many = more_counts(tuple(range(1, 721)), 8)
-    assert (many[0], many[-1], len(many)) == (9, 720, TUNING.most_counts)
+    many = more_counts(divisors(720), 8)
+    assert many[0] <= 12
+    assert (many[-1], len(many)) == (720, TUNING.most_counts)
 
 
 @pytest.mark.parametrize(

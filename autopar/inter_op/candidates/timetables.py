@@ -15,6 +15,7 @@ been planned.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import cast
@@ -40,21 +41,40 @@ def usual_microbatches(counts: Sequence[int], num_stages: int) -> int:
 
 
 def counts_around(counts: Sequence[int], usual: int, tuning: Tuning = TUNING) -> tuple[int, ...]:
-    """The numbers of microbatches to compare, ascending: the usual one, and others at equal ratios around it."""
+    """The numbers of microbatches to compare, ascending: the usual one, and others at about equal ratios around it.
+
+    Args:
+        counts: all that divide the batch; the largest is its number of examples.
+        usual: one of them.
+        tuning: how many, and how far from the usual one.
+    """
     near = [m for m in counts if usual / tuning.widest <= m <= usual * tuning.widest]
-    if len(near) <= tuning.most_counts:
-        return tuple(near)
-    steps = np.linspace(math.log(near[0]), math.log(near[-1]), tuning.most_counts)
-    return tuple(sorted({usual, *(min(near, key=lambda m: (abs(math.log(m) - step), m)) for step in steps)}))
+    spread = _spread(near, max(counts), tuning)
+    return spread if len(spread) == len(near) else tuple(sorted({usual, *spread}))
 
 
 def more_counts(counts: Sequence[int], most: int, tuning: Tuning = TUNING) -> tuple[int, ...]:
-    """The numbers of microbatches above `most`, ascending, for a step that fits the memory in no fewer; spread evenly if many."""
-    larger = [m for m in counts if m > most]
-    if len(larger) <= tuning.most_counts:
-        return tuple(larger)
-    steps = np.linspace(math.log(larger[0]), math.log(larger[-1]), tuning.most_counts)
-    return tuple(sorted({min(larger, key=lambda m: (abs(math.log(m) - step), m)) for step in steps}))
+    """The numbers of microbatches above `most`, ascending, for a step that fits the memory in no fewer; spread if many."""
+    return _spread([m for m in counts if m > most], max(counts), tuning)
+
+
+def _spread(counts: Sequence[int], examples: int, tuning: Tuning) -> tuple[int, ...]:
+    """Of ascending numbers of microbatches as many as are compared, at about equal ratios.
+
+    Of those near each of the ratios the one whose microbatches devices divide best: 1,520 examples are 95 times 16, which are
+    divided among 16 devices; 80 times 19 can be divided among one.
+    """
+    if len(counts) <= tuning.most_counts:
+        return tuple(counts)
+    steps = np.linspace(math.log(counts[0]), math.log(counts[-1]), tuning.most_counts)
+    reach = (steps[1] - steps[0]) / 2
+
+    def rank(count: int, step: float) -> tuple[bool, float, float, int]:
+        size, away = examples // count, abs(math.log(count) - step)
+        evenness = (size & -size) / size  # of the power of two in it, as devices come in powers of two
+        return (True, away, 0.0, count) if away > reach else (False, -evenness, away, count)
+
+    return tuple(sorted({min(counts, key=functools.partial(rank, step=float(step))) for step in steps}))
 
 
 def list_timetables(
