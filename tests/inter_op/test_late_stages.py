@@ -120,6 +120,7 @@ def test_where_nothing_fits_as_wholes_stages_are_chosen_again_in_less_memory(mon
         return max(stage.peak_bytes for stage in found.choice.stages)
 
     options = {"devices": 4, "num_stages": 2}
+    monkeypatch.setattr(search_pipeline, "_even_out", lambda *_: None)  # stages that are cut elsewhere may fit, too
     monkeypatch.setattr(search_pipeline, "_plan_found", first_is_too_large)
     with pytest.raises(OutOfMemoryError, match="too large"):  # without a limit the choice is the same again
         search_pipeline.search_pipeline(traced, WISHES, request_until(Budget()), **options)
