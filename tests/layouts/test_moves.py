@@ -32,15 +32,18 @@ def space_of(shape, mesh_shape, monoids=("sum",), cluster=PRESETS["cpu"], kinds=
     return LayoutSpace(shape, 4, network, monoids)
 
 
-def moved_together(space, pairs, value):
-    """What the devices hold after each (source, target) path; one program for all pairs, to compile once."""
+def moved_together(space, pairs, value, path=None):
+    """What the devices hold after each (source, target) path; one program for all pairs, to compile once.
+
+    `path`: from a source and a target to moves, in place of the cheapest path.
+    """
     mesh = space.network.mesh
 
     def run(*shards):
         results = []
         for (source, target), shard in zip(pairs, shards, strict=True):
             array = shard.reshape(shard.shape[len(mesh.shape) :])
-            for move in space.path(source, target):
+            for move in (path or space.path)(source, target):
                 array = perform_move(move, array, mesh)
             results.append(array.reshape((1,) * len(mesh.shape) + array.shape))
         return results
@@ -87,6 +90,19 @@ def test_every_path_keeps_the_value(mesh_shape, shape, monoids, sample):
         chunk = pairs[start : start + 100]
         for (_, target), holds in zip(chunk, moved_together(space, chunk, value), strict=True):
             assert_holds(holds, value, target, space.network.mesh)
+
+
+@pytest.mark.parametrize(("mesh_shape", "shape"), [((4,), (8, 12)), ((2, 2), (8, 4))])
+def test_every_single_move_keeps_the_value(mesh_shape, shape):
+    """Which moves the cheapest paths have depends on a machine's prices: on CPUs no path may have a reduce-scatter."""
+    space = space_of(shape, mesh_shape)
+    moves = [move for layout in space.layouts for move in moves_from(layout, shape, space.network.mesh, ("sum",))]
+    singles = {(move.source, move.target): move for move in moves if {move.source, move.target} <= {*space.layouts}}
+    assert {move.kind for move in singles.values()} >= {"reduce-scatter", "all-gather", "all-to-all", "slice"}
+    value = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
+    moved = moved_together(space, list(singles), value, path=lambda source, target: (singles[source, target],))
+    for (_, target), holds in zip(singles, moved, strict=True):
+        assert_holds(holds, value, target, space.network.mesh)
 
 
 @pytest.mark.parametrize("kinds", [KINDS, ("all-reduce", "all-gather"), ("all-reduce", "all-gather", "all-to-all")])
