@@ -6,7 +6,7 @@ product; the dimensions that it reduces are whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable
 
 import jax.numpy as jnp
 
@@ -16,16 +16,17 @@ from autopar.rules.factor_rule import FactorRule, make_rule
 
 
 def reduced_dimensions(eqn: JaxprEqn) -> frozenset[int]:
-    """The dimensions of its operands that a reduction reduces."""
-    return frozenset(eqn.params["axes"])
+    """The dimensions of its operands that a reduction reduces; all of them where it does not say which."""
+    for name in ("axes", "dimensions"):
+        if name in eqn.params:
+            return frozenset(eqn.params[name])
+    return frozenset(range(len(shape_of(eqn.invars[0]))))
 
 
-def _reduction(
-    eqn: JaxprEqn, monoid: str | None, *, is_linear: bool = False, axes: Container[int] | None = None
-) -> FactorRule:
+def _reduction(eqn: JaxprEqn, monoid: str | None, *, is_linear: bool = False) -> FactorRule:
     """a b -> a, b reduced; without a monoid that can be all-reduced b stays whole."""
     factors = Factors()
-    axes = reduced_dimensions(eqn) if axes is None else axes
+    axes = reduced_dimensions(eqn)
     operand = factors.operand(shape_of(eqn.invars[0]))
     out = tuple(dim for d, dim in enumerate(operand) if d not in axes)
     gone = [dim[0] for d, dim in enumerate(operand) if d in axes]
@@ -71,17 +72,17 @@ def over_batch_min(eqn: JaxprEqn) -> FactorRule:
 
 def any_of_all(eqn: JaxprEqn) -> FactorRule:
     """a b -> . | or: a b."""
-    return _reduction(eqn, "or", axes=range(len(shape_of(eqn.invars[0]))))
+    return _reduction(eqn, "or")
 
 
 def all_of_all(eqn: JaxprEqn) -> FactorRule:
     """a b -> . | and: a b."""
-    return _reduction(eqn, "and", axes=range(len(shape_of(eqn.invars[0]))))
+    return _reduction(eqn, "and")
 
 
 def maximum_of_all(eqn: JaxprEqn) -> FactorRule:
     """a b -> . | max: a b."""
-    return _reduction(eqn, "max", axes=range(len(shape_of(eqn.invars[0]))))
+    return _reduction(eqn, "max")
 
 
 def _over_batch(eqn: JaxprEqn, rule: Callable[[JaxprEqn], FactorRule]) -> FactorRule:
@@ -111,7 +112,7 @@ def reduce_whole(eqn: JaxprEqn) -> FactorRule:
 
 def reduce_by_function(eqn: JaxprEqn) -> FactorRule:
     """a b, . -> a | whole: b: a reduction by any function, each operand with a value to begin with."""
-    factors, axes = Factors(), eqn.params["dimensions"]
+    factors, axes = Factors(), sorted(reduced_dimensions(eqn))
     count = len(eqn.invars) // 2
     operand = factors.operand(shape_of(eqn.invars[0]))
     out = tuple(dim for d, dim in enumerate(operand) if d not in axes)

@@ -25,18 +25,23 @@ from autopar.program.from_jaxpr import program_of
 from autopar.rules.table import find_registered
 
 T = TypeVar("T")
+_MACHINES = ("cpu", "dgx-a100")
+"""Values move as is cheapest: where a call is dear in few moves, where bytes are by reduce-scatters and permutes."""
 
 
 def random_assignment(
     fun: Callable[..., object], *args: object, mesh_shape: Sequence[int] | Mapping[str, int], seed: int
 ) -> tuple[Assignment, tuple[jax.Array, ...], jax.tree_util.PyTreeDef]:
-    """(assignment, constants, output tree) with a random legal strategy on every equation of `fun(*args)`."""
+    """(assignment, constants, output tree) with a random legal strategy on every equation of `fun(*args)`.
+
+    By even seeds values move as is cheapest on virtual devices, by odd ones as is cheapest on GPUs.
+    """
     closed, out_shape = jax.make_jaxpr(fun, return_shape=True)(*args)
     program, constants = program_of(closed)
     graph = build_graph(
         program,
         LogicalMesh.of(mesh_shape),
-        PRESETS["cpu"],
+        PRESETS[_MACHINES[seed % len(_MACHINES)]],
         PlannerOptions(every_strategy=True),
         input_layouts=[None] * len(program.invars),
         output_layouts=[None] * len(program.outvars),
