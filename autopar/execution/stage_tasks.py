@@ -1,15 +1,16 @@
 """Tasks of a planned stage as compiled functions.
 
 In: a `StageProgram`, the `Assignment` that planning chose for it, and a device mesh. Out: a `StageTask` for each `TaskCut`. A
-value that is partial over mesh axes leaves an executable unreduced. It is then an array with one more leading dimension for each
-partial axis, and every device holds its own term. What can go wrong: a result has another layout than its reader expects. Both
-take the layout from the same `PlacedRef`.
+value that is partial over mesh axes leaves an executable unreduced. Every device holds its own term. To JAX these are parts of
+one array along its first dimension, so that a term keeps its shape, and XLA adds to it in its place. Terms of a scalar are a
+vector. What can go wrong: a result has another layout than its reader expects. Both take the layout from the same `PlacedRef`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Set
 from typing import Any, TypeVar
 
@@ -172,8 +173,10 @@ def _local(cut: TaskCut, lowering: Lowering) -> Callable[..., tuple[jax.Array, .
 
 
 def _shape(mesh: LogicalMesh, placed: PlacedRef, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    terms = (mesh.shape[axis] for axis in placed.layout.partial_axes)
-    return jax.ShapeDtypeStruct((*terms, *placed.aval.shape), placed.aval.dtype, sharding=sharding)
+    terms = math.prod(mesh.shape[axis] for axis in placed.layout.partial_axes)
+    shape = placed.aval.shape
+    shape = (terms * shape[0], *shape[1:]) if shape else (terms,) * bool(placed.layout.partial)
+    return jax.ShapeDtypeStruct(shape, placed.aval.dtype, sharding=sharding)
 
 
 def _result(mesh: LogicalMesh, write: Write, device_mesh: jax.sharding.Mesh) -> jax.ShapeDtypeStruct:
@@ -182,8 +185,9 @@ def _result(mesh: LogicalMesh, write: Write, device_mesh: jax.sharding.Mesh) -> 
 
 
 def _spec(mesh: LogicalMesh, layout: Layout) -> PartitionSpec:
-    dims = [mesh.names(axes) or None for axes in layout.dims]
-    return PartitionSpec(*(mesh.axis_names[axis] for axis in layout.partial_axes), *dims)
+    first, *others = layout.dims or ((),)
+    dims = [(*layout.partial_axes, *first), *others] if layout.dims or layout.partial else []
+    return PartitionSpec(*(mesh.names(axes) or None for axes in dims))
 
 
 def _rename(name: TaskName, fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
@@ -195,13 +199,10 @@ def _rename(name: TaskName, fun: Callable[..., PyTree]) -> Callable[..., PyTree]
 
 
 def _expand(placed: Placed) -> jax.Array:
-    array: jax.Array = placed.array
-    for _ in placed.layout.partial:
-        array = jnp.expand_dims(array, 0)
-    return array
+    """A device's term of a scalar as an array of one element."""
+    return placed.array[None] if placed.layout.partial and not placed.layout.dims else placed.array
 
 
 def _contract(array: jax.Array, layout: Layout) -> jax.Array:
-    for _ in layout.partial:
-        array = array[0]
-    return array
+    """What `_expand` expanded."""
+    return array[0] if layout.partial and not layout.dims else array

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 import jax
 
@@ -257,9 +257,22 @@ class _TaskCutter:
             if port.source != "received" and port.maker == name:
                 writes.append(Write(OutputRef(i), atom, (self.assignment.outputs[i],)))
                 returned += [] if isinstance(atom, Literal) or atom in made else [atom]
-        reads = _operands_from_outside(equations, made)
-        reads = list(dict.fromkeys([*reads, *returned]))
-        return self._task(name, equations, reads, writes)
+        reads = dict.fromkeys([*_operands_from_outside(equations, made), *returned])
+        return self._task(name, equations, self._in_order_of_results(reads, writes), writes)
+
+    def _in_order_of_results(self, reads: Iterable[Var], writes: Sequence[Write]) -> list[Var]:
+        """What an update reads, the leaves that its results replace last and in the order of these.
+
+        JAX gives a result the memory of the first donated argument of its shape. If that is another one's, XLA copies both.
+        """
+        results = [write.ref.port for write in writes if isinstance(write.ref, OutputRef)]
+        place = {self.stage.step.state_of_output[port]: at for at, port in enumerate(results)}
+
+        def place_of(v: Var) -> int:
+            ref = self._resolve(v).ref if v in self.home else None
+            return place.get(ref.port, -1) if isinstance(ref, InputRef) else -1
+
+        return sorted(reads, key=place_of)
 
     def _prologue(self, read: Set[Ref]) -> TaskCut | None:
         """Everything that others read and that no task writes or is given."""
