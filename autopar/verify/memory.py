@@ -13,9 +13,9 @@ that the plan is not held to all copies that might be there.
 Tolerance: arguments and results are exact, but for the table of pointers that XLA's CPU runtime counts as a result, 8 bytes
 each. For temporaries the model is no compiler: XLA may need up to 1 / 0.85 of what is predicted, the margin that a memory
 limit leaves, or less by as much as `SPARE`. Every buffer begins at a multiple of 64 bytes, which `ALIGNMENT` allows for in
-programs of few bytes. In stages the plan also counts the stage as one program, so that it may be above by `SPARE_IN_STAGES` of
-all. The plan counts as the compiler for its cluster does: that a program for another platform needs more or less is explained,
-not matched, and so is less than planned on a TPU.
+programs of few bytes. In stages the plan adds the most that may be in flight to what the greediest task needs, which need not be
+at one time, so that it may be above by `SPARE_IN_STAGES` of all. The plan counts as the compiler for its cluster does: that a
+program for another platform needs more or less is explained, not matched, and so is less than planned on a TPU.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from autopar.intra_op.memory.tuning import TUNING
 from autopar.program.task_name import TaskName
 from autopar.schedules.instructions import Free, InstructionList, Receive, Run, Send, Value
 from autopar.verification import Verdict, VerifiedRow
-from autopar.verify.programs import Account, PlannedPart
+from autopar.verify.programs import PlannedPart
 
 SPARE = 0.25
 """By this share of XLA's temporaries the plan may be above them."""
@@ -163,7 +163,12 @@ class LiveBytes:
         self.compiled, self.mesh = compiled, mesh
         self.tasks, self.links = compiled.pipeline_tasks, compiled.links
         accounts = {n: e.memory_analysis() for n, e in compiled.executables().items() if self._is_here(n)}
-        self.temporaries = {str(name): _extra_bytes(name, account) for name, account in accounts.items()}
+        self.temporaries = {str(name): int(account.temp_size_in_bytes) for name, account in accounts.items() if account}
+        self.replaced = {
+            str(name): int(account.alias_size_in_bytes)
+            for name, account in accounts.items()
+            if account and not name.in_loop  # in the loop the instructions know what takes whose place
+        }
 
     def _is_here(self, name: TaskName) -> bool:
         return self.tasks.mesh_of(name.stage) == self.mesh
@@ -181,7 +186,8 @@ class LiveBytes:
             there |= {value: self.size(value) for value in (waited_for if is_late else early[place])}
             if isinstance(instruction, Run):
                 there |= {value: self.size(value) for value in instruction.writes}
-                peak = max(peak, (sum(there.values()), self.temporaries.get(instruction.task, 0)), key=sum)
+                own = sum(there.values()) - self.replaced.get(instruction.task, 0)
+                peak = max(peak, (own, self.temporaries.get(instruction.task, 0)), key=sum)
                 gone = {instruction.reads[place] for place in instruction.donated} - {*instruction.writes}
                 there = {value: size for value, size in there.items() if value not in gone}
             elif isinstance(instruction, Free):
@@ -222,12 +228,6 @@ def _arrivals(instructions: InstructionList, mesh: int) -> list[list[Value]]:
         elif isinstance(instruction, Receive):
             done[here] = max(done[here], sent[instruction.number])
     return found
-
-
-def _extra_bytes(name: TaskName, account: Account | None) -> int:
-    """Temporaries of a task, less what its results take of donated arguments where the instructions count both."""
-    assert account is not None, "the caller has asked for it"
-    return int(account.temp_size_in_bytes - (0 if name.in_loop else account.alias_size_in_bytes))
 
 
 def _bytes_of(shape: jax.ShapeDtypeStruct, sharding: Sharding | None = None) -> int:

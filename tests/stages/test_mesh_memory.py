@@ -27,7 +27,7 @@ def memory(stage, *, weights=100, sums=10, residual=7, forward=20, backward=30, 
         received_bytes=received,
         stage=stage,
         passing=tuple(passing),
-        tasks=types.SimpleNamespace(whole=task, split=task),
+        tasks=types.SimpleNamespace(whole=task, split=task, outside_bytes=max(alone - weights, sums)),
     )
 
 
@@ -49,7 +49,7 @@ def test_the_bytes_that_calls_hand_to_each_other_by_hand():
     assert calls["backward"] == 7, "in one task the cotangents stay where they are"
 
 
-def test_what_earlier_stages_make_after_their_loops_is_there_in_the_stage_as_one_program_alone():
+def test_what_earlier_stages_make_after_their_loops_is_there_outside_the_loop_alone():
     schedule = InFlight(make_schedule("1f1b", num_meshes=2, num_microbatches=4))
     assert peak_bytes([memory(1, late=40, backward=60)], schedule) == 60 + 10 + 7 + 60
     assert peak_bytes([memory(1, late=40, backward=60, alone=150)], schedule) == 150
@@ -63,7 +63,7 @@ def test_what_earlier_stages_make_may_be_there_while_weight_gradients_wait():
     halves = TaskMemory(10, {"forward": 20, "input_gradient": 60, "weight_gradient": 5})
     late = memory(1, late=40)
     for tasks, beside in ((halves, 100), (dataclasses.replace(halves, working_bytes={"input_gradient": 60}), 60)):
-        stage = dataclasses.replace(late, tasks=types.SimpleNamespace(whole=tasks, split=tasks))
+        stage = dataclasses.replace(late, tasks=types.SimpleNamespace(whole=tasks, split=tasks, outside_bytes=10))
         assert peak_bytes([stage], schedule) == beside + 10 + 7 + 60
 
 
@@ -77,7 +77,7 @@ def test_the_peak_of_a_mesh_by_hand():
     assert sum(share.peak_bytes for share in shares) == 2 * 110 + 5 * 7 + 30
 
 
-def test_a_stage_that_takes_more_as_one_program_takes_it_while_the_others_stand_by():
+def test_a_stage_that_takes_more_outside_its_loop_takes_it_while_the_others_stand_by():
     first, second = memory(0), memory(2, alone=500)
     assert peak_bytes([first, second], interleaved()) == 110 + 500
     assert [share.peak_bytes for share in share_peak([first, second], interleaved())] == [110 + 3 * 7, 500 - 3 * 7]

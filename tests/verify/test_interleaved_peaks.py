@@ -76,7 +76,7 @@ def test_a_copy_lies_on_its_mesh_from_when_it_may_have_been_sent(schedule, chunk
     compiled = parallel(2, schedule=schedule, virtual_stages=chunks).compile(*shapes())
     for mesh in range(2):
         live = LiveBytes(compiled, mesh)
-        live.temporaries = {}
+        live.temporaries, live.replaced = {}, {}
         simulated = simulate(
             compiled.instructions,
             run_s=lambda run, mesh=mesh: int(run.mesh == mesh),

@@ -11,7 +11,8 @@ over inner dimensions, loops). What a primitive's result needs is in `intra_op/x
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from typing import TypeVar
 
 from autopar.avals import Aval
 from autopar.compat import Literal, Var
@@ -21,11 +22,14 @@ from autopar.intra_op.lowering.layout_domain import LayoutDomain
 from autopar.intra_op.memory.block_writer import BlockWriter, Held, Values
 from autopar.intra_op.memory.compilers import XLA_CPU, Compiler
 from autopar.intra_op.memory.device_operations import Block, Kind, Operation, Value
+from autopar.intra_op.memory.turned_results import copy_turned
 from autopar.intra_op.xla_cpu.table import Making, making_of
 from autopar.layouts.mesh import Layout
 from autopar.program.loops import Entry, Exit, Filled, Goes, LoopEquation
 from autopar.program.program import Atom, Equation
 from autopar.program.walk import Scope, StaticDomain
+
+K = TypeVar("K", bound=Hashable)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -63,19 +67,25 @@ def task_program(
     assignment: Assignment,
     equations: Sequence[Equation],
     *,
-    reads: Mapping[Var, Layout],
+    reads: Mapping[K, tuple[Sequence[Var], Layout]],
+    joined: Collection[K] = (),
     entries: Mapping[Var, Layout],
     writes: Sequence[tuple[Atom, Sequence[Layout]]],
     compiler: Compiler = XLA_CPU,
 ) -> DeviceProgram:
     """Some of an assignment's equations as a program of their own.
 
-    `entries`: to which layouts some of what is read is moved first. Results go through layouts to the one in which they leave.
+    `reads`: what the program is given, in order, each under one or several names. `joined`: those that come as a list of slices,
+    which the program joins first. `entries`: to which layouts some of what is read is moved first. Results go through layouts to
+    the one in which they leave.
     """
     values = Values(assignment.mesh, {}, compiler)  # no choice is left whose sources would matter
-    buffers = _Buffers(assignment, values)
-    given = {v: Held(values.add_shard(v.aval, layout, None, "read"), layout) for v, layout in reads.items()}
-    scope = Scope(buffers, given)
+    buffers, inputs = _Buffers(assignment, values), []
+    scope = Scope(buffers, {})
+    for read, (names, layout) in reads.items():
+        held = Held(values.add_shard(names[0].aval, layout, None, "read"), layout)
+        inputs.append(held)
+        scope.values.update(dict.fromkeys(names, buffers.join(held, scope) if read in joined else held))
     for v, layout in entries.items():
         scope.values[v] = buffers.bring(scope.values[v], layout, v.aval, scope)
     scope.run(equations)
@@ -85,7 +95,7 @@ def task_program(
         for layout in path:
             held = buffers.bring(held, layout, atom.aval, scope)
         outputs += [] if isinstance(atom, Literal) else [held.value]
-    return buffers.program(scope, list(given.values()), outputs)
+    return buffers.program(scope, inputs, outputs)
 
 
 def _is_cast(eqn: Equation) -> bool:
@@ -105,9 +115,16 @@ class _Buffers(LayoutDomain[Held], StaticDomain[Held]):
 
     def program(self, scope: Scope[Held], inputs: Sequence[Held], outputs: Sequence[int]) -> DeviceProgram:
         """Everything that has been written."""
+        operations, outputs = copy_turned(self._writer(scope).operations, self.values, outputs)
         ends = tuple(v for v in outputs if v >= 0)
-        block = Block(tuple(self._writer(scope).operations), ends, compiler=self.values.compiler)
+        block = Block(tuple(operations), ends, compiler=self.values.compiler)
         return DeviceProgram(block, tuple(self.values.values), tuple(h.value for h in inputs), tuple(outputs))
+
+    def join(self, held: Held, scope: Scope[Held]) -> Held:
+        """A stack of the slices that `held` stands for."""
+        stack = self.values.add_like(held.value)
+        self._writer(scope).emit(Kind.WHOLE, (held.value,), (stack,))
+        return Held(stack, held.layout)
 
     def _writer(self, scope: Scope[Held]) -> BlockWriter:
         found = self._writers.get(scope)

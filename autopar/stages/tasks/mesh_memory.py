@@ -6,8 +6,8 @@ are not, and a later stage has few microbatches in flight while an earlier one h
 
     max(sum of standing_s + most over time of the sum of looping_s, most over s of (alone_s + sum of standing_o, o not s))
 
-of which the second is the stage as one program, in which one microbatch is in flight, and which has the update. What can go
-wrong: an array that two stages of one mesh both read counts for each.
+of which the second is a stage's task that runs once per step, its prologue or an update, while the other stages stand by. What
+can go wrong: an array that two stages of one mesh both read counts for each.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def share_peak(stages: Sequence[StageMemory], in_flight: InFlight) -> tuple[Stag
     for (place, one), size in zip(values, there, strict=True):
         peaks[place] += size
         flying[place] += size if is_flying(one) else 0
-    alone = [stage.peak_bytes - own for stage, own in zip(stages, standing, strict=True)]
+    alone = [stage.outside_bytes - own for stage, own in zip(stages, standing, strict=True)]
     most = max(range(len(stages)), key=alone.__getitem__)
     peaks[most] += max(0, sum(standing) + alone[most] - sum(peaks))
     return tuple(map(StageShare, peaks, flying))

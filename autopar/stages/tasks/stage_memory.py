@@ -69,6 +69,12 @@ class StageMemory:
         working = [Kept(kind, self.stage, kind, size) for kind, size in self._tasks(in_flight).working_bytes.items()]
         return (*self.handed_on(in_flight), *working)
 
+    @property
+    def outside_bytes(self) -> int:
+        """The most that is there while a task runs that runs once per step; of a stage without a loop, its one executable's."""
+        outside = self.tasks.outside_bytes
+        return self.peak_bytes if outside is None else self.kept_bytes + outside
+
     def _tasks(self, in_flight: InFlight) -> TaskMemory:
         return self.tasks.split if in_flight.is_split else self.tasks.whole
 
