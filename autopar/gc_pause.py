@@ -3,8 +3,10 @@
 A traced step consists of about a million objects, all alive, and planning makes many more. Full collections would walk through
 all of them again and again, for a sixth of the planning time. Collections of young objects would take another sixth, and JAX has
 XLA look for garbage at each; yet planning leaves hardly any garbage in cycles. So there are none, and what is left counts as
-old afterwards. What can go wrong: garbage in cycles, also of other threads, stays until the collector next looks at old objects.
-Pauses of several threads overlap, and the last one to end puts the thresholds back.
+old afterwards. A step that was planned before is garbage in cycles, and old: who plans many in one process never gives the
+collector a reason to look at it. So if a pause left much behind, the next one begins with a full collection. What can go wrong:
+garbage in cycles, also of other threads, stays until then. Pauses of several threads overlap, and the last one to end puts the
+thresholds back.
 """
 
 from __future__ import annotations
@@ -26,9 +28,10 @@ MANY = 1_000_000
 
 @dataclasses.dataclass
 class _Pauses:
-    """How many threads are in a pause, and the collector's thresholds before the first of them."""
+    """How many threads are in a pause, the collector's thresholds before the first of them, and whether the last left much."""
 
     count: int = 0
+    left_much: bool = False
     before: tuple[int, int, int] = (0, 0, 0)
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
@@ -42,6 +45,8 @@ def pause_full_collections() -> Iterator[None]:
     with _PAUSES.lock:
         if not _PAUSES.count:
             young, middle, _ = _PAUSES.before = gc.get_threshold()
+            if _PAUSES.left_much and young and gc.isenabled():
+                gc.collect()
             gc.set_threshold(max(young, YOUNG) if young else 0, middle, NEVER)
         _PAUSES.count += 1
     try:
@@ -50,6 +55,7 @@ def pause_full_collections() -> Iterator[None]:
         with _PAUSES.lock:
             _PAUSES.count -= 1
             if not _PAUSES.count:
+                _PAUSES.left_much = gc.get_count()[0] >= MANY
                 _count_all_as_old()
                 gc.set_threshold(*_PAUSES.before)
 

@@ -70,6 +70,24 @@ def test_what_was_made_within_counts_as_old_afterwards_and_is_collected_as_such(
     assert watched() is None
 
 
+def test_what_a_large_plan_left_is_collected_before_the_next(nothing_frozen, monkeypatch) -> None:
+    """Or a process that plans many steps keeps all of them."""
+    monkeypatch.setattr(gc_pause, "MANY", 1)
+    with pause_full_collections():
+        watched = weakref.ref(Ring())
+    assert watched() is not None
+    with pause_full_collections():
+        assert watched() is None
+
+
+@pytest.mark.parametrize("threshold", [(0, 10, 10)], indirect=True)
+def test_a_collector_that_is_off_collects_nothing_before_the_next(threshold, monkeypatch) -> None:
+    monkeypatch.setattr(gc_pause._PAUSES, "left_much", True)
+    monkeypatch.setattr(gc, "collect", lambda *_: pytest.fail("it is off"))
+    with pause_full_collections():
+        pass
+
+
 def test_after_a_small_plan_the_collector_is_asked_nothing_that_takes_long(monkeypatch) -> None:
     monkeypatch.setattr(gc, "get_freeze_count", lambda: pytest.fail("it walks over all that is frozen"))
     gc.collect(0)
