@@ -110,7 +110,7 @@ class BestStages:
         self._processes, self._budget, self._tuning = processes, budget, tuning
         self._current: set[Timetable] = set()
         self._took_s: dict[Timetable, float] = {}
-        self._only: int | None = None
+        self._only: frozenset[Timetable] | None = None
 
     @property
     def ways(self) -> list[Timetable]:
@@ -150,9 +150,9 @@ class BestStages:
         self._ways += new
         return bool(new)
 
-    def look_only_at(self, count: int | None) -> None:
-        """From now on, solve timetables with this number of microbatches alone; all again if it is None."""
-        self._only = count
+    def look_only_at(self, ways: Sequence[Timetable] | None) -> None:
+        """From now on, solve these timetables alone; all again if it is None."""
+        self._only = None if ways is None else frozenset(ways)
 
     def outdate(self) -> None:
         """Note that costs have changed."""
@@ -347,7 +347,7 @@ class BestStages:
         """The timetables of which too little is known: solved under other costs, or given up below the best one's seconds."""
         below_s = self._best_s()
         given_up = {way for way, seconds in self.least_s.items() if self.handicap(way, seconds) < below_s}
-        ways = [way for way in self.ways if self._only in (None, way.microbatches)]
+        ways = [way for way in self.ways if self._only is None or way in self._only]
         return [way for way in ways if way not in self._current or way in given_up]
 
     def _solve_all(self, ways: Sequence[Timetable], below_s: float) -> None:

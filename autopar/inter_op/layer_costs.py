@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from autopar.errors import ArgumentError, UnsupportedProgramError
+from autopar.inter_op.candidates.sizes import first_across_nodes, first_sizes
 from autopar.inter_op.candidates.timetables import latency_share, seconds_at
 from autopar.inter_op.candidates.tuning import TUNING, Tuning
 from autopar.inter_op.dynamic_program.problem import CostTable
@@ -42,19 +43,6 @@ from autopar.stages.chain import forward_chain
 from autopar.stages.layers import find_layers
 
 _COSTS = dataclasses.fields(CostTable)
-
-
-def _first_sizes(sizes: set[int], layers: int, request: PlanRequest, *, smallest_first: bool) -> set[int]:
-    """The numbers of devices on which layers are planned at first: those within a node.
-
-    Where so many devices are more than layers on a node each can use, the least number that divides them evenly.
-    """
-    if smallest_first:
-        return {min(sizes)}
-    per_node, devices = request.cluster.devices_per_node or math.inf, max(sizes)
-    if per_node * layers >= devices:
-        return {size for size in sizes if size <= per_node}
-    return {min(size for size in sizes if size * layers >= devices and devices % size == 0)}
 
 
 class LayerCosts:
@@ -88,9 +76,10 @@ class LayerCosts:
         )
         self._cluster = request.cluster
         self._layers = {count: self._plan_layers(loop)}
-        self._devices = max(map(math.prod, options))
+        self._options = frozenset(map(math.prod, options))
+        self._devices = max(self._options)
         self._examples = max(microbatch_counts(loop.traced))
-        at_first = _first_sizes(
+        at_first = first_sizes(
             {*map(math.prod, options)}, len(self._places) + 1, request, smallest_first=smallest_first
         )
         at_first |= {self._devices} if of_a_kind else set()
@@ -129,7 +118,8 @@ class LayerCosts:
         new = {math.prod(submesh) for submesh in submeshes} - known
         if not new:
             return False
-        known.add(min(new))
+        planned = set[int]().union(*self._sizes.values())
+        known.add(first_across_nodes(min(new), planned, self._options, self._cluster))
         self._tables.clear()
         self._known.clear()
         return True

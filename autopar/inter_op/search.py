@@ -163,12 +163,13 @@ class _StageSearch:
         return self._look()
 
     def _settle_first(self) -> None:
-        """Look at the first number of microbatches until what is chosen in it is planned: others have something to beat then."""
-        self.stages.look_only_at(self._first.microbatches)
-        while not self.budget.is_over:
-            self.stages.solve_promising()
-            if not self.stages.choices or not self._plan_chosen(self._best_of(self.stages.choices)):
-                break
+        """Plan what is chosen in the first number of microbatches, first in one schedule: others have something to beat then."""
+        for ways in ([self._first], self.stages.with_count(self._first.microbatches)):
+            self.stages.look_only_at(ways)
+            while not self.budget.is_over:
+                self.stages.solve_promising()
+                if not self.stages.choices or not self._plan_chosen(self._best_of(self.stages.choices)):
+                    break
         self.stages.look_only_at(None)
 
     def _plan_chosen(self, best: Timetable) -> bool:

@@ -55,14 +55,14 @@ def test_one_stage_is_sought_in_more_microbatches_than_several_need(monkeypatch)
     assert stages.one_stage_s(WAYS) == 36.0
 
 
-def test_one_number_of_microbatches_is_settled_before_others_are_looked_at(monkeypatch):
-    """Others promise more than it takes, as estimates do; what is chosen in the first number is planned twice before them."""
-    log, left = [], iter((True, True, False))
+def test_one_schedule_of_one_number_of_microbatches_is_settled_before_others_are_looked_at(monkeypatch):
+    """Others promise more than it takes, as estimates do; what is chosen in the first way is planned twice before them."""
+    log, left = [], iter((True, True, False, True, False))
     choose = {"stages": (), "bound_s": 0.0, "bottleneck": 0, "ruled_out": 0, "devices": ()}
 
-    def fits(microbatches, below_s, **options):
-        log.append(microbatches)
-        return StageChoice(step_s=1.0 if microbatches == 4 else 0.5, **choose)
+    def fits(way, below_s, **options):
+        log.append(way)
+        return StageChoice(step_s=1.0 if way.microbatches == 4 else 0.5, **choose)
 
     def plan_more(count, submeshes):
         log.append(f"plan {count}")
@@ -72,14 +72,16 @@ def test_one_number_of_microbatches_is_settled_before_others_are_looked_at(monke
     table = types.SimpleNamespace(
         impossible=set(), counts={4}, table=lambda *args, **options: None, plan_more=plan_more, has_common=False
     )
-    rules = types.SimpleNamespace(options=(), shares=(), num_stages=None, problem=lambda way, table: way.microbatches)
-    ways = [WAYS[2], *WAYS[:2]]
-    stages = BestStages(table, ways, rules, processes=1, budget=Budget(), tuning=TUNING)
+    rules = types.SimpleNamespace(options=(), shares=(), num_stages=None, problem=lambda way, table: way)
+    first, second = WAYS[2], Timetable(4, "zb-h1")
+    stages = BestStages(table, [first, second, *WAYS[:2]], rules, processes=1, budget=Budget(), tuning=TUNING)
     search = _StageSearch(costs=table, stages=stages, rules=rules, beat_s=math.inf, budget=Budget(), tuning=TUNING)
     monkeypatch.setattr(_StageSearch, "_look", lambda _: stages.solve_promising())
     search.run()
-    assert log[:6] == [4, "plan 4", 4, "plan 4", 4, "plan 4"]
-    assert set(log[6:]) == {1, 2}
+    assert log[:6] == [first, "plan 4", first, "plan 4", first, "plan 4"]
+    settled = max(at for at, one in enumerate(log) if one == "plan 4")
+    assert set(log[6:settled]) == {first, second, "plan 4"}, "costs have changed, so both are solved again"
+    assert set(log[settled + 1 :]) == set(WAYS[:2])
 
 
 def test_what_is_only_estimated_need_promise_less_while_there_is_time():

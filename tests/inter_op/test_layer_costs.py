@@ -7,7 +7,8 @@ import types
 import pytest
 
 from autopar.cost_model.hardware import preset
-from autopar.inter_op.layer_costs import LayerCosts, _first_sizes
+from autopar.inter_op.candidates.sizes import first_across_nodes, first_sizes
+from autopar.inter_op.layer_costs import LayerCosts
 from autopar.inter_op.plan_stage import plan_program
 from autopar.inter_op.planned_layers import LayerFigures
 from autopar.stages.split_scans import split_scans
@@ -19,10 +20,18 @@ def test_layers_are_planned_at_first_on_submeshes_that_stages_can_have():
     """48 stages on 1,024 devices have 21 each or more, which no node has."""
     sizes = {1, 2, 4, 8, *(8 * nodes for nodes in range(1, 129))}
     request = request_on(preset("dgx-a100-80gb"))
-    first = functools.partial(_first_sizes, layers=48, request=request)
+    first = functools.partial(first_sizes, layers=48, request=request)
     assert first(sizes, smallest_first=False) == {32}
     assert first(sizes, smallest_first=True) == {1}
     assert first({size for size in sizes if size <= 64}, smallest_first=False) == {1, 2, 4, 8}
+
+
+def test_links_between_nodes_are_met_on_the_fewest_of_them_before_more_are_planned():
+    cluster, sizes = preset("p3.16xlarge"), {1, 2, 4, 8, 16, 24, 32, 64}
+    assert first_across_nodes(64, {1, 2, 4, 8}, sizes, cluster) == 16
+    assert first_across_nodes(64, {1, 2, 4, 8, 16}, sizes, cluster) == 64
+    assert first_across_nodes(4, {8}, sizes, cluster) == 4
+    assert first_across_nodes(64, {32}, sizes, cluster) == 64, "they are known from four nodes"
 
 
 def test_figures_carry_over_to_numbers_of_microbatches_that_divide_their_examples_no_further():

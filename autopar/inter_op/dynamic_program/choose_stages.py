@@ -32,8 +32,9 @@ max o <= y
 x: bisection over the distinct u, from the least that any choice reaches to the largest that can still pay. An interval is
 dropped if a F at its upper end plus b times its lower end is worse than the best known. A bound on F that ignores r (a stage
 fits if it fits at any place) is quick; F itself is computed only if that bound allows. y: from infinity down; a choice that
-attains the minimum under y beats all others that do not have a smaller max o. `tolerance` also drops intervals that could gain
-less; `bound_s` is then the time that no choice beats. Ties: fewer stages, then earlier cuts, then earlier submeshes in the list.
+attains the minimum under y beats all others that do not have a smaller max o. What F is at least under limits holds under smaller
+ones. `tolerance` also drops intervals that could gain less; `bound_s` is then the time that no choice beats. Ties: fewer stages,
+then earlier cuts, then earlier submeshes in the list.
 
 What can go wrong: costs may not add up over layers, so the caller plans the chosen stages as wholes. A stage among unlike ones
 waits longer or shorter than among its like; the caller times the schedule.
@@ -48,6 +49,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from autopar.errors import ArgumentError, OutOfMemoryError
+from autopar.inter_op.dynamic_program.best_choice import BestChoice, is_better
 from autopar.inter_op.dynamic_program.describe_choice import (
     count_ruled_out,
     describe_stages,
@@ -70,7 +72,7 @@ def choose_stages(
     tightest stage of the choice that comes closest, which takes a search of its own.
     """
     manual = manual or Manual()
-    best = _search(problem, manual, _Best(tolerance))
+    best = _search(problem, manual, BestChoice(tolerance))
     if best.stages is not None:
         return _describe(problem, best, manual)
     possible = [family for family in families_of(problem, manual) if family.is_possible]
@@ -94,7 +96,7 @@ def choose_faster_stages(
     Raises OutOfMemoryError and ArgumentError as `choose_stages`, where no choice fits at any speed.
     """
     manual = manual or Manual()
-    best = _search(problem, manual, _Best(tolerance, below_s=below_s, budget=budget))
+    best = _search(problem, manual, BestChoice(tolerance, below_s=below_s, budget=budget))
     if best.stages is not None and (best.step_s <= below_s or best.is_cut_short):
         return _describe(problem, best, manual)
     if math.isfinite(below_s) and math.isfinite(best.floor_s):
@@ -104,7 +106,7 @@ def choose_faster_stages(
     raise ArgumentError(explain_nothing_left(problem, manual))
 
 
-def _search(problem: StageProblem, manual: Manual, best: _Best) -> _Best:
+def _search(problem: StageProblem, manual: Manual, best: BestChoice) -> BestChoice:
     _check(problem, manual)
     for family in families_of(problem, manual):
         if family.may_fit:
@@ -151,48 +153,6 @@ def _known_submeshes(problem: StageProblem) -> tuple[Submesh, ...]:
     return tuple((*one, kind_of(part)) for part in problem.parts for one in submeshes(part[0], part[1]))
 
 
-class _Best:
-    """The best choice so far over all families, of those below a number of seconds.
-
-    `floor_s`: no choice takes less. `is_cut_short`: the budget ended the search.
-    """
-
-    def __init__(self, tolerance: float, *, below_s: float = math.inf, budget: Budget | None = None) -> None:
-        self.tolerance, self.below_s = tolerance, below_s
-        self.step_s = math.inf
-        self.stages: Stages | None = None
-        self.family: Family | None = None
-        self.floor_s = math.inf
-        self.is_cut_short = False
-        self._budget = budget
-
-    @property
-    def worth_s(self) -> float:
-        """Seconds that a choice must not exceed to matter."""
-        own_s = self.step_s * (1 - self.tolerance) * (1 + TIE) if self.stages else math.inf
-        return min(own_s, self.below_s)
-
-    def ends(self) -> bool:
-        """Whether to be content with what is known."""
-        if self.stages is not None and self._budget is not None and self._budget.is_over:
-            self.is_cut_short = True
-        return self.is_cut_short
-
-    def offer(self, step_s: float, stages: Stages, family: Family) -> None:
-        if self.stages is None or _is_better(step_s, stages, than_s=self.step_s, than=self.stages):
-            self.step_s, self.stages, self.family = step_s, stages, family
-
-
-def _is_better(value: float, stages: Stages, *, than_s: float, than: Stages) -> bool:
-    if abs(value - than_s) > TIE * than_s:
-        return value < than_s
-    return _rank(stages) < _rank(than)
-
-
-def _rank(stages: Stages) -> tuple[int, list[int], list[int]]:
-    return len(stages), [i for i, _, _ in stages], [z for _, _, z in stages]
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Table:
     """t and u (group of `Family.alike`, k, j, r - 1), infinite where nothing fits; without r, the least of each at any place."""
@@ -214,7 +174,7 @@ class _Table:
 class _FamilySearch:
     """The least T of one family; the module's text says how."""
 
-    def __init__(self, family: Family, best: _Best) -> None:
+    def __init__(self, family: Family, best: BestChoice) -> None:
         self.family, self.best = family, best
         self.table = _Table.of(family, family.least_in_flight())
         self.quick = self.table.at_any_place()
@@ -223,6 +183,8 @@ class _FamilySearch:
         self.least_b = min(family.slowest)
         self.known: dict[int, list[tuple[float, float]]] = {count: [] for count in family.counts}
         """By S: limits of u, and F under them with the microbatches in flight of that S."""
+        self.tried: list[tuple[float, float]] = []
+        """Limits of u, and a bound on F under them."""
         self.least_once = quick(np.where(np.isfinite(self.quick.stage_s), self.once, np.inf), family.merged, np.maximum)
 
     def run(self) -> None:
@@ -238,6 +200,10 @@ class _FamilySearch:
             if found is None:
                 return
             once_s = float(np.nextafter(self.max_once(found), -math.inf))
+
+    def bound(self, period_s: float) -> float:
+        """A bound on F under a limit of u: what was found under no smaller limits of u and o, which leave no less choice."""
+        return max((value for limit, value in self.tried if limit >= period_s), default=0.0)
 
     def known_floor(self, count: int, period_s: float) -> float:
         """A bound on F of that S under a limit of u: what is known under a larger limit, which leaves no less choice."""
@@ -320,8 +286,18 @@ class _Round:
 
     def _try(self, period_s: float) -> float:
         """Offer the best choices under a limit of u; returns a bound on F under it."""
+        bound = self.search.bound(period_s)
+        if self._may_matter(bound, period_s):
+            bound = max(bound, self._try_new(period_s))
+            self.search.tried.append((period_s, bound))
+        return bound
+
+    def _may_matter(self, floor: float, period_s: float) -> bool:
+        return math.isfinite(floor) and floor + self.search.least_b * period_s <= self._worth
+
+    def _try_new(self, period_s: float) -> float:
         floor = self._floor(period_s)
-        if not math.isfinite(floor) or floor + self.search.least_b * period_s > self._worth:
+        if not self._may_matter(floor, period_s):
             return floor
         table = self._apply_limits(self.search.table, period_s)
         best = exact(table, self.family.merged, np.add)
@@ -365,12 +341,12 @@ class _Round:
 
     def _offer(self, stages: Stages) -> None:
         value = self.search.pipeline_s(stages)
-        if self.stages is None or _is_better(value, stages, than_s=self.value, than=self.stages):
+        if self.stages is None or is_better(value, stages, than_s=self.value, than=self.stages):
             self.value, self.stages = value, stages
         self.search.best.offer(value + self.search.max_once(stages), stages, self.family)
 
 
-def _describe(problem: StageProblem, best: _Best, manual: Manual) -> StageChoice:
+def _describe(problem: StageProblem, best: BestChoice, manual: Manual) -> StageChoice:
     assert best.stages is not None
     assert best.family is not None
     stages = describe_stages(best.stages, best.family)
