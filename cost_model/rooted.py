@@ -48,7 +48,7 @@ def gather_blocks(levels: Levels) -> dict[str, Affine | None]:
 
 
 def send(levels: Levels) -> dict[str, Affine | None]:
-    """One rank to another, all other links idle: a + b S across the outermost level."""
+    """One rank of each group to another: a + b S across the outermost level, whose ports the groups share."""
     outermost = levels[-1]
     return {"direct": Affine(outermost.latency_s, 1 / outermost.sender_bytes_per_s)}
 

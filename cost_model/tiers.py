@@ -45,7 +45,7 @@ class Tier:
         efficiency: The part of the bandwidth that large messages reach.
         ports: How many ports a group of the tier below has.
         oversubscription: Of a switch: how many times the bandwidth of all these ports is what goes through at once. A rank that
-            sends alone has its port to itself.
+            sends while no other does has its port to itself.
         torus_dimensions: How many dimensions a torus has.
         wraps_at: The least length of a torus dimension whose ends are joined; those of its multiples are too.
         link_counts: `link_counts[i][j]` is the number of links between devices i and j of a hybrid cube mesh.
@@ -84,7 +84,7 @@ class Dimension:
         latency_s: Seconds of an empty message.
         ring_bytes_per_s: What one ring through all ranks of the group gets here.
         rank_bytes_per_s: What each rank gets when all of them send across this level at once.
-        sender_bytes_per_s: What a rank gets that sends alone.
+        sender_bytes_per_s: What a rank gets where one rank of each group sends, as in a tree: groups share the ports of a node.
         link_bytes_per_s: Of a ring or a line of a torus: one link, one way.
         wraps: Of a ring or a line of a torus: whether its ends are joined.
         measured: The tier's measured collectives.

@@ -6,7 +6,8 @@ program. With stride s (the product of the sizes after it) an axis of n ranks ha
 devices. The remaining G / m devices of that group belong to other groups of the axis and share its ports.
 
 Ports, for a group of G devices with p ports of b bytes/s: c = G / m rings leave it, so each has p/c ports, and at most one port
-(or p/G, if there are more ports than devices) for each of its m ranks. When every rank sends at once, each has p b / G.
+(or p/G, if there are more ports than devices) for each of its m ranks. When every rank sends at once, each has p b / G. When one
+rank of each group does, as in a tree, it has p/c ports, and at most one (or p/G).
 
 What can go wrong: sizes that do not divide the groups. Then the largest common divisor lies inside, the rest outside.
 """
@@ -141,11 +142,11 @@ def _levels_within(tier: Tier, size: int, stride: int, group: _Group) -> list[Di
 
 
 def _port_bandwidths(tier: Tier, below: int, inside: int) -> tuple[float, float, float]:
-    """Bytes/s out of a group of `below` devices: of one ring, of each rank when all send, of one rank that sends alone."""
+    """Bytes/s out of a group of `below` devices: of one ring, of each rank when all send, of one sender of each ring."""
     port, at_once = tier.sustained_bytes_per_s, tier.ports / tier.oversubscription
     rings = max(1.0, below / inside)
     alone = max(1.0, tier.ports / below)
-    return port * min(at_once / rings, inside * alone), port * at_once / below, port * alone
+    return port * min(at_once / rings, inside * alone), port * at_once / below, port * min(at_once / rings, alone)
 
 
 def _cube_level(tier: Tier, size: int, stride: int) -> Dimension:

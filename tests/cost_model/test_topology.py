@@ -1,8 +1,10 @@
 """What a mesh axis sees of the machine: which links, shared with how many, and which algorithm is cheapest there."""
 
+import math
+
 import pytest
 
-from autopar.cost_model.hardware import Cluster, Device, preset
+from autopar.cost_model.hardware import PRESETS, Cluster, Device, preset
 from autopar.cost_model.tiers import Tier
 from autopar.cost_model.topology import torus_shape
 from tests.even_links import even_links
@@ -36,7 +38,22 @@ def test_one_network_interface_a_node_is_shared_by_the_groups_that_leave_it():
     shared = p3.mesh_costs((2, 8)).levels((0,))[-1]
     assert alone.ring_bytes_per_s == pytest.approx(3.1 * GB * 0.9)
     assert shared.ring_bytes_per_s == pytest.approx(3.1 * GB * 0.9 / 8)
-    assert shared.sender_bytes_per_s == pytest.approx(3.1 * GB * 0.9)
+    assert alone.sender_bytes_per_s == pytest.approx(3.1 * GB * 0.9)
+    assert shared.sender_bytes_per_s == pytest.approx(3.1 * GB * 0.9 / 8), "each of eight groups has a sender"
+
+
+@pytest.mark.parametrize("mesh", [(16,), (2, 8), (4, 4), (8, 2), (2, 2, 4), (4, 8), (3, 8), (6, 4), (2, 16), (2, 2, 8)])
+def test_no_algorithm_brings_more_through_the_ports_of_a_group_than_they_carry(mesh):
+    """Of an all-reduce, a group of f members sends 2 (f-1)/f S out of each, and all groups of the axis do at the same time."""
+    for cluster in PRESETS.values():
+        if cluster.tiers[-1].devices is not None and math.prod(mesh) > cluster.tiers[-1].devices:
+            continue
+        costs = cluster.mesh_costs(mesh)
+        for axes in (*[(axis,) for axis in range(len(mesh))], tuple(range(len(mesh)))):
+            for level in costs.levels(axes):
+                least = 2 * (level.size - 1) / level.size / level.ring_bytes_per_s if level.switched else 0.0
+                for name, cost in costs.algorithms("all-reduce", axes).items():
+                    assert name == "measured" or cost.s_per_byte >= least * (1 - 1e-9), (cluster.name, axes, name)
 
 
 def test_eight_interfaces_give_a_ring_through_all_eight_devices_all_of_them():

@@ -52,7 +52,7 @@ def test_meshes_are_left_by_the_same_bounds_where_every_step_takes_long_to_be_ca
     assert with_call == pytest.approx({shape: bound_s + call_s for shape, bound_s in bounds.items()})
 
 
-@pytest.mark.parametrize(("width", "batch"), [(64, 512), (512, 512)])
+@pytest.mark.parametrize(("width", "batch"), [(64, 4096), (512, 512)])
 def test_of_the_first_way_bounds_have_the_call_once_too(width, batch):
     step, request = question(width, batch)
     slow = dataclasses.replace(request.cluster, call_s=1.0)
