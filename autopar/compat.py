@@ -341,6 +341,7 @@ def words_of(array: jax.Array) -> jax.Array:
     return getattr(array, "_base_array", array)
 
 
+COPIES_BRANCHES = jax.__version_info__ < (0, 12)  # whether XLA copies what the branches of a cond write over
 THREEFRY = "threefry2x32"
 HASHES = (THREEFRY, "threefry4x32", "philox2x32", "philox4x32")
 """Generators whose bits are hashes of a key and a position."""

@@ -19,7 +19,7 @@ from autopar.avals import bytes_of
 from autopar.compat import JaxprEqn, Literal, Var
 from autopar.program.loops import Loop, LoopEquation
 from autopar.program.observe import answering, branch_that_returns, is_call, is_observer, observe, refuse_side_effects
-from autopar.program.opened.called import operands_of
+from autopar.program.opened.called import branch_that_runs, operands_of
 from autopar.program.opened.constrain import PARAMETER_OF, asked_of, constrain_p
 from autopar.program.opened.depths import Depths
 from autopar.program.opened.islands import opened_by
@@ -141,6 +141,9 @@ class _ProgramBuilder:
             self.equations.append(dataclasses.replace(call, tag=self.tag))
             self.observers.append((eqn, list(call.outvars[-1:])))
             return list(call.outvars[:-1])
+        if (number := branch_that_runs(eqn, operands)) is not None:
+            closed = eqn.params["branches"][number]
+            return self.inline(compat.open_jaxpr(closed), self._constants(closed), operands[1:])
         if eqn.primitive.name == "cond" and not eqn.outvars:
             closed = branch_that_returns(eqn)
             self.observers.append((eqn, self.inline(compat.open_jaxpr(closed), self._constants(closed), operands)))

@@ -1,8 +1,8 @@
 """In what XLA's compilers differ, as far as it decides what a device keeps in memory.
 
-In: a device. Out: a `Compiler`. Facts of JAX 0.10, as the compilers' own accounts show: that for CPUs on virtual devices, that
-for GPUs without any device (`benchmarks/memory_error.py --compiler a100`). What can go wrong: TPUs pad arrays to tiles, which
-nobody counts here; nor does anybody count the workspace of cuBLAS, 4 MiB or 32.
+In: a device. Out: a `Compiler`. Facts of JAX 0.10 to 0.12, as the compilers' own accounts show: that for CPUs on virtual
+devices, that for GPUs without any device (`benchmarks/memory_error.py --compiler a100`). What can go wrong: TPUs pad arrays to
+tiles, which nobody counts here; nor does anybody count the workspace of cuBLAS, 4 MiB or 32.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import dataclasses
 import math
 from typing import Literal
 
+from autopar.compat import COPIES_BRANCHES
 from autopar.cost_model.device import Device
 
 Platform = Literal["cpu", "gpu"]
@@ -33,6 +34,7 @@ class Compiler:
         operations_per_byte: float32 operations that the device makes while it moves a byte; where these are few, what is dear is
             kept and not computed again. Infinite if the compiler does not ask.
         keeps_order: operations run in the program's order; else each as soon as its operands are there, breadth first.
+        copies_branches: what branches write over is copied first, except where the first of two hands it on.
     """
 
     platform: Platform
@@ -45,6 +47,7 @@ class Compiler:
     adds_into_products: bool
     operations_per_byte: float
     keeps_order: bool
+    copies_branches: bool = COPIES_BRANCHES
 
 
 XLA_CPU = Compiler(

@@ -68,7 +68,7 @@ class Operation:
     library of a LIBRARY operation does too, on the way to it. What `adds` is the sum of its two inputs if it is CHEAP, and adds
     to its first, which it is `over`, if it is WHOLE. What `multiplies` is a matrix product, which may take a summand. What
     `has_workspace` is a library's, whose result nothing else writes over. `reshaped` inputs it reads under another shape, which
-    XLA writes down as an operation of its own between the two.
+    XLA writes down as an operation of its own between the two. What `chooses` runs one of its bodies, whose outputs are its own.
     """
 
     kind: Kind
@@ -81,6 +81,7 @@ class Operation:
     adds: bool = False
     multiplies: bool = False
     has_workspace: bool = False
+    chooses: bool = False
     reshaped: frozenset[int] = frozenset()
 
 

@@ -21,7 +21,8 @@ from autopar.intra_op.lowering.assignment import Assignment, Layouts, WholeLayou
 from autopar.intra_op.lowering.layout_domain import LayoutDomain
 from autopar.intra_op.memory.block_writer import BlockWriter, Held, Values
 from autopar.intra_op.memory.compilers import XLA_CPU, Compiler
-from autopar.intra_op.memory.device_operations import Block, Kind, Operation, Value
+from autopar.intra_op.memory.device_operations import FOLDED, Block, Kind, Operation, Value
+from autopar.intra_op.memory.folding import Folding
 from autopar.intra_op.memory.turned_results import copy_turned
 from autopar.intra_op.xla_cpu.table import Making, making_of
 from autopar.layouts.mesh import Layout
@@ -112,6 +113,7 @@ class _Buffers(LayoutDomain[Held], StaticDomain[Held]):
         self._writers: dict[Scope[Held], BlockWriter] = {}
         self._operands: dict[LoopEquation, list[int]] = {}
         self._starts: dict[LoopEquation, list[int]] = {}
+        self._given: dict[int, int] = {}
 
     def program(self, scope: Scope[Held], inputs: Sequence[Held], outputs: Sequence[int]) -> DeviceProgram:
         """Everything that has been written."""
@@ -178,6 +180,8 @@ class _Buffers(LayoutDomain[Held], StaticDomain[Held]):
         if entry.filled is Filled.CARRY:
             self._starts[loop].append(outer)
         held = self.values.add_var(entry.var, self.layouts.entry_layout(entry), loop)
+        if not is_repeated:
+            self._given[held.value] = outer
         if is_sunk or entry.filled is Filled.ROW:
             read = () if is_sunk or outer < 0 else (outer,)
             self._writer(inner).operations.append(Operation(kind=Kind.CHEAP, inputs=read, outputs=(held.value,)))
@@ -222,12 +226,50 @@ class _Buffers(LayoutDomain[Held], StaticDomain[Held]):
         ]
         for v in stacks:
             writer.emit(Kind.WHOLE, (), (v,))
-        inside = [inner for inner in self._writers if inner.around is eqn]
-        writer.emit(
-            Kind.WHOLE,
-            (*self._operands.pop(eqn), *stacks),
-            [held.value for held in results],
-            over=(*starts, *stacks),
-            bodies=tuple(self._writers.pop(inner).block() for inner in inside),
+        bodies = tuple(self._writers.pop(inner).block() for inner in list(self._writers) if inner.around is eqn)
+        over, is_choice = (*starts, *stacks), eqn.branch_number is not None
+        if is_choice:
+            over = tuple(self._shared_with([[ends[exit_].value for exit_ in exits] for exits in eqn.results], bodies))
+        operation = Operation(
+            kind=Kind.WHOLE,
+            inputs=tuple(v for v in (*self._operands.pop(eqn), *stacks) if v >= 0),
+            outputs=tuple(held.value for held in results),
+            over=over,
+            bodies=bodies,
+            chooses=is_choice,
         )
+        writer.operations.append(operation)
         return results
+
+    def _shared_with(self, ends: Sequence[Sequence[int]], bodies: Sequence[Block]) -> list[int]:
+        """For each result of branches the operand in whose memory XLA puts it without a copy; -1 if there is none.
+
+        A branch hands that operand on, or writes over it where nothing else reads it. XLA of JAX before 0.12 copies nevertheless,
+        except where the first of two branches hands it on.
+        """
+        foldings = [Folding(body, self.values.values) for body in bodies]
+        made = [[folding.original(v) for folding, v in zip(foldings, one, strict=True)] for one in ends]
+        if not self.values.compiler.copies_branches:
+            return [self._find_shared(one, self._taken(one[0], foldings[0]), foldings) for one in made]
+        if len(bodies) != 2:
+            return [-1] * len(ends)
+        return [self._find_shared(one, [self._given.get(one[0], -1)], foldings) for one in made]
+
+    def _find_shared(self, made: Sequence[int], operands: Sequence[int], foldings: Sequence[Folding]) -> int:
+        def is_free(operand: int, made: int, folding: Folding) -> bool:
+            """Whether nothing in a branch reads the operand, but what writes over it."""
+            if self._given.get(made) == operand:
+                return True
+            readers = [op for op in folding.running if operand in map(self._given.get, folding.reads[op])]
+            return all(op is folding.maker.get(made) and operand in self._taken(made, folding) for op in readers)
+
+        usable = (one for one in operands if one >= 0 and all(map(is_free, [one] * len(made), made, foldings)))
+        return next(usable, -1)
+
+    def _taken(self, made: int, folding: Folding) -> list[int]:
+        """The operands that a branch hands on as a result, or over which it may write that."""
+        if made in self._given:
+            return [self._given[made]]
+        maker = folding.maker.get(made)
+        in_place = () if maker is None or maker.kind not in FOLDED else folding.read_in_place(maker)
+        return [self._given[v] for v in in_place if v in self._given]

@@ -140,7 +140,7 @@ def _steps(order: Sequence[Operation], values: Sequence[Value]) -> tuple[list[in
         starts.append(now)
         length = 0
         for body in op.bodies:
-            part = footprint_of(body, values)
+            part = footprint_of(body, values, elsewhere=frozenset(body.outputs if op.chooses else ()))
             inner += [Span(s.value, now + length + s.first, now + length + s.last) for s in part.spans]
             length += part.steps
         now += max(length, 1)

@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 import jax
 import jax.extend
 import jax.numpy as jnp
+import numpy as np
 
 from autopar import compat
-from autopar.compat import JaxprEqn
+from autopar.compat import JaxprEqn, Literal
 from autopar.program.opened.generators import draws_as_hashes
 
 T = TypeVar("T")
@@ -137,3 +138,10 @@ def _chosen(condition: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
     """Entries of `new` where the condition holds for their example, or else of `old`."""
     chosen: jax.Array = jax.lax.select(jax.lax.broadcast_in_dim(condition, new.shape, range(condition.ndim)), new, old)
     return chosen
+
+
+def branch_that_runs(eqn: JaxprEqn, operands: Sequence[object]) -> int | None:
+    """The number of the branch of a cond that a constant chooses; None if several may run, or if it is no cond."""
+    if eqn.primitive.name != "cond" or not isinstance(operands[0], Literal):
+        return None
+    return max(0, min(int(np.asarray(operands[0].val)), len(eqn.params["branches"]) - 1))
