@@ -46,7 +46,7 @@ class Attempts:
         self._took_s = 0.0
         self._last: OutOfMemoryError | ConstraintError | None = None
         self._smallest: tuple[TracedStep, Repeated | None] | None = None
-        self.errors: list[OutOfMemoryError | ConstraintError] = []
+        self.errors: dict[OutOfMemoryError | ConstraintError, Alternative] = {}
         self._refused: dict[Hashable, OutOfMemoryError | ConstraintError] = {}
 
     def prefer(self, meshes: Sequence[LogicalMesh]) -> None:
@@ -54,11 +54,6 @@ class Attempts:
         others = tuple(mesh for mesh in self._request.meshes if mesh not in meshes)
         first = tuple(mesh for mesh in meshes if mesh in self._request.meshes)
         self._request = replace(self._request, meshes=(*first, *others))
-
-    def narrow_to_least_state(self, traced: TracedStep) -> None:
-        """Look at one mesh alone, that on which the state takes the least: what does not fit there fits nowhere."""
-        least = min(self._request.meshes, key=lambda mesh: least_held(traced, self._request, mesh))
-        self._request = replace(self._request, meshes=(least,))
 
     @property
     def is_over(self) -> bool:
@@ -113,7 +108,7 @@ class Attempts:
                 self._smallest = (step, repeated)
             if isinstance(error, ConstraintError) and not self._compared:
                 raise  # later ways have microbatches, whose few examples may not meet the constraints
-            self.errors.append(error)
+            self.errors[error] = row
             self._refused[self._key(step, repeated)] = error
             self._compared.append(replace(row, obstacle=Alternative.obstacle_of(error)))
             return None
@@ -165,10 +160,15 @@ class Attempts:
     def _explain(self) -> OutOfMemoryError | ConstraintError:
         """The error that needs the least memory; if the clock has left ways out, it says so."""
         error = min(self.errors, key=_needed_bytes)
-        if not (self.is_late and isinstance(error, OutOfMemoryError)):
+        if not isinstance(error, OutOfMemoryError):
             return error
-        words = f"{error}\nplanning_seconds were over before all numbers of microbatches were tried: give more."
-        return OutOfMemoryError(words, needed_bytes=error.needed_bytes, tensors=error.tensors, is_settled=False)
+        words = [str(error)]
+        words += [_of_ways(self.errors[error], len(self._compared))] if len(self._compared) > 1 else []
+        words += ["planning_seconds were over before all numbers were tried: give more."] if self.is_late else []
+        is_settled = error.is_settled and not self.is_late
+        return OutOfMemoryError(
+            "\n".join(words), needed_bytes=error.needed_bytes, tensors=error.tensors, is_settled=is_settled
+        )
 
     def best(self) -> PlannedStep | Slower:
         """The fastest way, with all that was compared in its plan. If none fits, raises the error that needs the least memory."""
@@ -187,6 +187,13 @@ class Attempts:
         return replace(best, plan=plan)
 
 
+def _of_ways(row: Alternative, ways: int) -> str:
+    """Of which way an error speaks, where several were looked at."""
+    parts = "1 microbatch" if row.num_microbatches == 1 else f"{row.num_microbatches} microbatches"
+    again = " with forward work done again" if row.recompute else ""
+    return f"This is of the step in {parts}{again}, the leanest of {ways} ways that were looked at."
+
+
 def _fields(repeated: Repeated | None) -> _RepeatedFields:
     """What a plan says of it."""
     if repeated is None:
@@ -203,16 +210,24 @@ class _RepeatedFields(TypedDict):
 def least_held(traced: TracedStep, request: PlanRequest, mesh: LogicalMesh) -> float:
     """Bytes of the state on each device in the layouts that take the least; infinite if the mesh cannot meet the constraints."""
     try:
-        allowed = allowed_inputs(traced, mesh, request.constraints)
+        return sum(least_of_leaves(traced, request, mesh).values())
     except ConstraintError:
         return math.inf
-    pairs = ((leaf, of_leaf) for leaf, of_leaf in zip(traced.inputs, allowed, strict=True) if leaf.role != "batch")
-    return sum(
-        bytes_held([leaf]) / mesh.size
+
+
+def least_of_leaves(traced: TracedStep, request: PlanRequest, mesh: LogicalMesh) -> dict[str, float]:
+    """Bytes of each leaf of the state on a device, by its path, in the layout that takes the least.
+
+    Raises ConstraintError if the mesh cannot meet the constraints.
+    """
+    allowed = allowed_inputs(traced, mesh, request.constraints)
+    return {
+        leaf.path: bytes_held([leaf]) / mesh.size
         if of_leaf is None
         else min(layout.local_bytes(leaf.shape, itemsize_of(leaf), mesh) for layout in of_leaf)
-        for leaf, of_leaf in pairs
-    )
+        for leaf, of_leaf in zip(traced.inputs, allowed, strict=True)
+        if leaf.role != "batch"
+    }
 
 
 def bytes_held(leaves: Iterable[Leaf]) -> int:

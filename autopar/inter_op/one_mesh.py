@@ -17,10 +17,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.errors import ArgumentError, warn
-from autopar.inter_op.attempts import Attempts, Slower, bytes_held, least_held
+from autopar.errors import ArgumentError, ConstraintError, OutOfMemoryError, warn
+from autopar.inter_op.attempts import Attempts, Slower, bytes_held, least_held, least_of_leaves
 from autopar.inter_op.candidates.tuning import TUNING, Tuning
 from autopar.intra_op.memory import tuning as memory_tuning
+from autopar.intra_op.out_of_memory import state_does_not_fit
 from autopar.intra_op.request import PlannedStep, PlanRequest
 from autopar.intra_op.shared_search import Beaten, SharedSearch
 from autopar.layouts.mesh import LogicalMesh
@@ -65,11 +66,7 @@ def plan_on_one_mesh(
     counts = microbatch_counts(traced) if num_microbatches == "auto" else (num_microbatches,)
     step, repeated = _recompute_as_asked(traced, recompute)
     if state_is_too_large(traced, request, devices) or _keeps_too_much(traced, request):
-        attempts.narrow_to_least_state(traced)
-        attempts.plan(cut_into_microbatches(step, least), repeated)
-        if attempts.errors:
-            raise attempts.errors[0]
-        return attempts.best()
+        raise _state_error(traced, request)
     with attempts.timed():
         first = attempts.plan_first(cut_into_microbatches(step, least), repeated, excess if step is traced else None)
     far = attempts.shared.excess
@@ -116,8 +113,21 @@ def state_is_too_large(traced: TracedStep, request: PlanRequest, devices: int) -
 
 def _keeps_too_much(traced: TracedStep, request: PlanRequest) -> bool:
     """Whether the state alone exceeds the memory on every mesh, divided as far as the constraints allow."""
-    limit = request.memory_limit_bytes
-    return limit is not None and all(least_held(traced, request, mesh) > limit for mesh in request.meshes)
+    limit, held = request.memory_limit_bytes, [least_held(traced, request, mesh) for mesh in request.meshes]
+    return limit is not None and all(limit < bytes_ < math.inf for bytes_ in held)
+
+
+def _state_error(traced: TracedStep, request: PlanRequest) -> OutOfMemoryError | ConstraintError:
+    """Of a step whose state alone is too large, on the mesh where it takes the least."""
+    mesh = min(request.meshes, key=lambda mesh: least_held(traced, request, mesh))
+    try:
+        held = least_of_leaves(traced, request, mesh)
+    except ConstraintError as error:
+        return error
+    limit = request.memory_limit_bytes or 0
+    return state_does_not_fit(
+        held, devices=mesh.size, limit_bytes=limit, is_constrained=bool(request.constraints.rules)
+    )
 
 
 def _recompute_as_asked(traced: TracedStep, recompute: Recompute) -> tuple[TracedStep, Repeated | None]:

@@ -7,6 +7,8 @@ the largest tensors and the ways out. What can go wrong: bounds that are far bel
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
@@ -55,17 +57,16 @@ def out_of_memory(
     is_settled = all(f.is_settled for f in failures)
     largest = list(_largest(best.tensors))
     width = max((len(size) for size, _ in largest), default=0)
-    devices = "1 device" if best.mesh.size == 1 else f"{best.mesh.size} devices"
     lines = [
         f"no plan {'fits' if is_settled else 'was found that fits'} {bytes_text(memory_limit_bytes or 0)} per device on "
-        f"{devices}: on mesh {best.mesh.shape} every plan needs at least {bytes_text(best.bound_bytes)} per "
-        f"device; {_what_is_known(tried, is_settled)}. "
+        f"{_devices_text(best.mesh.size)}: on mesh {best.mesh.shape} every plan needs at least {bytes_text(best.bound_bytes)} "
+        f"per device; {_what_is_known(tried, is_settled)}. "
         f"A limit must leave room for {1 / TUNING.temporaries_margin - 1:.0%} more temporaries than predicted, which XLA may "
         "need. "
         "The largest tensors that are alive together:",
         *(f"  {size:>{width}}  {what}" for size, what in largest),
-        "Ways out: more devices; a smaller batch; recompute activations in the backward pass (jax.checkpoint on the layers); "
-        "a smaller type for state or activations; or a higher memory_limit_bytes.",
+        "Ways out: more devices; a smaller batch; num_microbatches, recompute and layouts left open, where they are fixed; a "
+        "smaller type for state or activations; or a higher memory_limit_bytes.",
     ]
     if is_constrained:
         lines.append("Constraints are in force; those that keep leaves replicated cost memory on every device.")
@@ -73,6 +74,42 @@ def out_of_memory(
     return OutOfMemoryError(
         "\n".join(lines), needed_bytes=min(tried, default=None), tensors=tensors, is_settled=is_settled
     )
+
+
+def state_does_not_fit(
+    held: Mapping[str, float], *, devices: int, limit_bytes: int, is_constrained: bool
+) -> OutOfMemoryError:
+    """The error of a step whose state alone exceeds the memory, which needs no search.
+
+    Args:
+        held: the bytes of each leaf of the state on a device, by its path, in the layouts that take the least.
+        devices: their number.
+        limit_bytes: the limit per device.
+        is_constrained: whether the user's constraints keep leaves from being divided further.
+    """
+    alike: dict[str, list[float]] = {}
+    for path, size in held.items():
+        alike.setdefault(re.sub(r"\d+", "*", path), []).append(size)
+    by_bytes = sorted(alike.items(), key=lambda one: -sum(one[1]))[:_LISTED]
+    total = sum(held.values())
+    tensors = [f"{bytes_text(sum(sizes))}  {pattern}" for pattern, sizes in by_bytes]
+    width = max((len(bytes_text(sum(sizes))) for _, sizes in by_bytes), default=0)
+    least = "as far as the constraints allow" if is_constrained else "as far as its layouts go"
+    lines = [
+        f"no plan fits {bytes_text(limit_bytes)} per device on {_devices_text(devices)}: the state alone takes "
+        f"{bytes_text(total)} on each, divided {least}. More microbatches and recomputation do not make it smaller. Most of it:",
+        *(f"  {bytes_text(sum(sizes)):>{width}}  {pattern}" for pattern, sizes in by_bytes),
+        f"Ways out: more devices, {math.ceil(total * devices / max(limit_bytes, 1))} at the least if all of it is divided "
+        "(ZeRO-3), and more for activations; an optimizer that keeps less; a smaller type for state; or a higher "
+        "memory_limit_bytes.",
+    ]
+    if is_constrained:
+        lines.append("Constraints are in force; those that keep leaves replicated cost memory on every device.")
+    return OutOfMemoryError("\n".join(lines), tensors=tensors)
+
+
+def _devices_text(devices: int) -> str:
+    return "1 device" if devices == 1 else f"{devices} devices"
 
 
 def _largest(tensors: Sequence[Resident]) -> Iterator[tuple[str, str]]:

@@ -78,8 +78,8 @@ def test_where_constraints_keep_more_state_than_the_memory_no_other_way_is_plann
     )
     with contextlib.suppress(OutOfMemoryError):
         planned(weights, x, constraints=constraints, memory_limit_bytes=int(0.9 * state_bytes))
-    assert planned_ways[0] == 1
     assert (len(planned_ways) > 1) == is_tried
+    assert planned_ways[:1] == ([1] if is_tried else [])
 
 
 @pytest.mark.parametrize(

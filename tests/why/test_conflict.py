@@ -54,7 +54,7 @@ def test_the_constraint_that_leaves_no_plan_is_named_and_the_one_that_does_not_m
     granted = plan(**given, constraints=[WHOLE, innocent], memory_limit_bytes=more)
     assert found[memory] == pytest.approx(granted.step_s, rel=1e-9)
     assert f"No plan fits {limit / 1024:.1f} KiB per device and keeps:\n  {wish}" in str(answer)
-    assert "state/params/layer_0/up" in str(answer)
+    assert "state/params/layer_*/up" in str(answer)
 
 
 @pytest.mark.slow
@@ -226,14 +226,14 @@ def test_a_search_for_the_plan_that_is_left_is_a_conflict_that_claims_less():
     deadline = Deadline(60.0)
 
     def left():
-        step = autopar.parallelize(train_step, **SETTINGS, memory_limit_bytes=20_000)
+        step = autopar.parallelize(train_step, **SETTINGS, memory_limit_bytes=80_000)
         with listening(lambda progress: progress.phase == "planning on one mesh" and deadline.stop()):
             return step.plan(*shapes())
 
     assert deadline.run(left, 60.0) is None
     error = nothing_found(deadline)
     answer = str(error.conflict(budget_s=1e-9))
-    assert answer.startswith("No plan was found in the time there was that fits 19.5 KiB per device. There may be one.")
+    assert answer.startswith("No plan was found in the time there was that fits 78.1 KiB per device. There may be one.")
     assert answer.endswith("More planning seconds may find a plan, and would try the rest.")
     assert "largest tensors" not in answer, "the error knows none"
     with pytest.raises(ArgumentError, match="before the search for a plan began"):

@@ -57,7 +57,7 @@ def test_where_nothing_fits_the_row_says_why_and_the_status_that_none_does(capsy
     assert run("rank", "mlp", *SMALL, "--clusters", "dgx-h100", "--devices", "2", "--memory-limit", "1KiB") == 1
     printed = capsys.readouterr().out
     assert "fits none of them" in printed
-    assert "  no plan fits 1.0 KiB per device on 2 devices: on mesh (2,) every plan needs at least" in printed
+    assert "  no plan fits 1.0 KiB per device on 2 devices: the state alone takes" in printed
     assert "no plan: no plan" not in printed
     assert "largest tensors" not in printed, "the row is a sentence; the JSON has all"
     assert "`autopar explain MODEL --cluster dgx-h100 --devices 2 --conflict`" in printed
