@@ -37,7 +37,7 @@ class StagePlan:
         sum_bytes: what of it is sums over microbatches, such as gradients.
         microbatch_bytes: what each microbatch in flight keeps between forward and backward.
         in_flight_bytes: what all of them keep: at the most, where a split backward lets go of a part of it before the weight
-            gradient; at the peak of the mesh, where that has several stages; 0 where each keeps `microbatch_bytes` to the end.
+            gradient; at the peak of the mesh, where that has several stages.
         node_kind: the name of its kind of node in a mixed cluster; empty where all nodes are alike.
     """
 
@@ -66,12 +66,7 @@ class StagePlan:
     @property
     def working_bytes(self) -> int:
         """What is left of the peak: what tasks need while they run, and what they hand to each other."""
-        return max(0, self.peak_bytes - self.state_bytes - self.sum_bytes - self.flying_bytes)
-
-    @property
-    def flying_bytes(self) -> int:
-        """What all microbatches in flight keep at the peak."""
-        return self.in_flight_bytes or self.microbatch_bytes * self.microbatches_in_flight
+        return max(0, self.peak_bytes - self.state_bytes - self.sum_bytes - self.in_flight_bytes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

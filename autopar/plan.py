@@ -108,6 +108,7 @@ class CollectivePlan:
         hidden_s: seconds that hide behind compute, less those by which they slow it.
         algorithm: the one that the prediction takes, the cheapest of the cluster's for these bytes.
         link: the slowest link that it crosses.
+        is_transposed: whether compilers copy what goes into it, or comes out, into another order; `predicted_s` has the copy.
     """
 
     kind: str
@@ -122,6 +123,7 @@ class CollectivePlan:
     hidden_s: float = 0.0
     algorithm: str = ""
     link: str = ""
+    is_transposed: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -45,7 +45,7 @@ from autopar.cost_model.hardware import Cluster, load_cluster
 from autopar.files.whole_file import save
 from autopar.models import registry
 from autopar.plan import Plan
-from autopar.simulate.reprice import collective_s
+from autopar.simulate.reprice import collective_prices
 
 TARGET_ERROR, TARGET_RANK = 0.25, 0.8
 CLOCKS: Mapping[str, tuple[str, str]] = {
@@ -155,11 +155,8 @@ def row_of(model: str, variant: Variant, processor_s: Sequence[float], cluster: 
 
 def waiting_s(plan: Plan, cluster: Cluster) -> float:
     """The part of the plan's predicted step in which cores idle because collectives wait for ranks."""
-    waiting, ready = cluster.mesh_costs(plan.mesh_shape), remove_waiting(cluster).mesh_costs(plan.mesh_shape)
-    return sum(
-        item.count * (collective_s(item, plan.axis_names, waiting) - collective_s(item, plan.axis_names, ready))
-        for item in plan.collectives
-    )
+    waiting_s_of, ready_s_of = (collective_prices(plan, one) for one in (cluster, remove_waiting(cluster)))
+    return sum(item.count * (waiting_s_of(item) - ready_s_of(item)) for item in plan.collectives)
 
 
 def report(rows: Sequence[Mapping[str, Any]], console: Console) -> None:

@@ -56,7 +56,7 @@ def what_is_missing(plan: Plan | PipelinePlan) -> Iterator[str]:
     """What more time for planning would do; nothing is said of a plan that is proven."""
     if not plan.ended_early:
         if not is_proven(plan):
-            yield f"all that was left open and may be faster was compared: {_MORE_SECONDS} would find nothing faster"
+            yield f"the search came to its end: {_MORE_SECONDS} would find the same plan"
         return
     stopped = f"planning stopped after {seconds_text(plan.planning_s)}"
     listed, others = "; ".join(plan.not_compared[:_LISTED]), len(plan.not_compared) - _LISTED
@@ -84,10 +84,15 @@ def why_chosen(plan: Plan | PipelinePlan) -> Iterator[str]:
         words += f"; next is {_way_text(nearest, plan)}, {sure}{_slower(nearest, plan)} slower"
     yield words
     if _seconds(others[0]) < plan.step_s:
-        yield f"there was no time to look into {_way_text(others[0], plan)}, which may be faster"
+        yield f"{_way_text(others[0], plan)} may be faster: {_why_left(plan)}"
     one_mesh = next((one for one in others[1:] if not one.schedule and one.step_s is not None), None)
     if one_mesh is not None and isinstance(plan, PipelinePlan):
         yield f"one mesh would take {_step_text(one_mesh)}, {_slower(one_mesh, plan)} slower: {_way_text(one_mesh, plan)}"
+
+
+def _why_left(plan: Plan | PipelinePlan) -> str:
+    """Why a way was not planned that is not known to be slower."""
+    return "no time to look into it" if plan.ended_early else "left, as it promised too little"
 
 
 def repeated_text(one: Plan | Alternative) -> str:
@@ -127,7 +132,7 @@ def _verdict(one: Alternative, plan: Plan | PipelinePlan) -> str:
     if math.isinf(_seconds(one)):
         return _OBSTACLES.get(one.obstacle, "does not fit, or cannot be cut so")
     if _seconds(one) < plan.step_s:
-        return "may be faster: no time to look into it"
+        return f"may be faster: {_why_left(plan)}"
     return f"{'at least ' if _doubt(one) == '>' else ''}{_slower(one, plan)} slower"
 
 

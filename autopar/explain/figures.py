@@ -32,9 +32,11 @@ class Figures:
 
     Attributes:
         step_s: of the whole step.
-        compute_s: of compute; of a pipeline on the stage that computes longest.
+        compute_s: of compute; of a pipeline on the mesh that computes longest.
         comm_s: of all collectives and transfers.
-        hidden_s: what of it hides behind compute, less those by which it slows that; of a pipeline without transfers.
+        hidden_s: what of the collectives hides behind compute, less those by which they slow that.
+        sent_s: of all transfers between the meshes of a pipeline, which are a part of `comm_s`.
+        waited_s: for how long the step waits for transfers.
         peak_bytes: at the peak of the fullest device.
         mfu: model FLOP utilization, the part of the devices' peak that the step's contractions reach; None if not known.
     """
@@ -43,6 +45,8 @@ class Figures:
     compute_s: float
     comm_s: float
     hidden_s: float
+    sent_s: float
+    waited_s: float
     peak_bytes: int
     mfu: float | None
 
@@ -60,11 +64,13 @@ class Part:
 def figures_of(plan: Plan | PipelinePlan) -> Figures:
     """The figures of a plan."""
     mfu = plan.at_peak_s / plan.step_s if plan.at_peak_s and plan.step_s else None
+    sent_s = waited_s = 0.0
     if isinstance(plan, Plan):
         compute_s, comm_s, hidden_s = plan.compute_s, plan.comm_s, plan.hidden_s
     else:
         sent_s = sum(item.count * item.predicted_s for item in plan.transfers)
-        compute_s = max(stage.plan.compute_s for stage in plan.stages)
+        waited_s = waited_s_of(plan) + sent_once_s(plan)
+        compute_s = max(sum(stage.plan.compute_s for stage in stages) for stages in meshes_of(plan).values())
         comm_s = sum(stage.plan.comm_s for stage in plan.stages) + sent_s
         hidden_s = sum(stage.plan.hidden_s for stage in plan.stages)
     return Figures(
@@ -72,6 +78,8 @@ def figures_of(plan: Plan | PipelinePlan) -> Figures:
         compute_s=compute_s,
         comm_s=comm_s,
         hidden_s=hidden_s,
+        sent_s=sent_s,
+        waited_s=waited_s,
         peak_bytes=plan.peak_bytes,
         mfu=mfu,
     )
@@ -93,6 +101,19 @@ def meshes_of(plan: PipelinePlan) -> dict[int, list[StagePlan]]:
 def work_of(plan: PipelinePlan) -> dict[int, float]:
     """Seconds of work per microbatch of each mesh."""
     return {mesh: sum(one.forward_s + one.backward_s for one in stages) for mesh, stages in meshes_of(plan).items()}
+
+
+def sent_once_s(plan: PipelinePlan) -> float:
+    """Seconds of the longest transfer that happens once per step, which all others of that kind run beside."""
+    return max((item.predicted_s for item in plan.transfers if item.what in ONCE), default=0.0)
+
+
+def waited_s_of(plan: PipelinePlan) -> float:
+    """Seconds of a step for which it waits for the transfers of its microbatches: what its other parts leave of it."""
+    busy_s = plan.num_microbatches * max(work_of(plan).values())
+    once_s = max(stage.once_s for stage in plan.stages) + sent_once_s(plan)
+    left_s = plan.step_s - (1 + plan.bubble) * busy_s - once_s
+    return left_s if left_s > _CLOSE * plan.step_s else 0.0
 
 
 def mesh_name(plan: PipelinePlan, mesh: int) -> str:
@@ -121,17 +142,13 @@ def _parts_of_mesh(plan: Plan) -> tuple[Part, ...]:
 def _parts_of_stages(plan: PipelinePlan) -> tuple[Part, ...]:
     """The work of the busiest mesh, its waiting for others and for transfers, and what happens once per step."""
     work = work_of(plan)
-    most = max(work, key=lambda mesh: work[mesh])
+    most, last = max(work, key=lambda mesh: work[mesh]), max(plan.stages, key=lambda stage: stage.once_s)
     busy_s = plan.num_microbatches * work[most]
-    sent_s = max((item.predicted_s for item in plan.transfers if item.what in ONCE), default=0.0)
-    last = max(plan.stages, key=lambda stage: stage.once_s)
-    left_s = plan.step_s - (1 + plan.bubble) * busy_s - last.once_s - sent_s
-    exposed_s = left_s if left_s > _CLOSE * plan.step_s else 0.0
     found = (
         (f"work of {mesh_name(plan, most)}, the busiest", busy_s),
         ("bubble", plan.bubble * busy_s),
-        ("transfers that are waited for", exposed_s),
+        ("transfers that are waited for", waited_s_of(plan)),
         (f"once per step, such as the update, on stage {last.stage}", last.once_s),
-        ("transfers once per step", sent_s),
+        ("transfers once per step", sent_once_s(plan)),
     )
     return tuple(Part(name, seconds, 0.0, seconds) for name, seconds in found if seconds or name == "bubble")

@@ -1,8 +1,9 @@
 """What fills the memory of a pipeline's stages at their peaks.
 
-In: a `PipelinePlan`. Out: a table with a row for each group of stages that are alike, if these are few: the state, the sums
-over microbatches, what the microbatches in flight keep, and what the tasks need beside that, which add up to the peak. What can
-go wrong: a plan that was written before plans knew these parts; the table then has no rows.
+In: a `PipelinePlan`. Out: a table with a row for each group of stages that are alike, if these are few: the state and inputs,
+the sums over microbatches, what the microbatches in flight keep, and what the tasks need beside that, which add up to the peak.
+Stages on one mesh share its memory, so there each mesh has a row. What can go wrong: a plan that was written before plans knew
+these parts; the table then has no rows.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from autopar.explain.cell import Cell
+from autopar.explain.figures import meshes_of
 from autopar.explain.paths import shape_text, value_text
-from autopar.explain.stages import RANGES, group_stages, numbers_text, range_text
+from autopar.explain.stages import RANGES, group_stages, numbers_text, range_text, stages_text
 from autopar.explain.tables import group_tensors, new_table
 from autopar.explain.units import bytes_text
 from autopar.pipeline_plan import PipelinePlan, StagePlan
 
-PARTS = ("state", "sums over microbatches", "microbatches in flight", "while a task runs")
+PARTS = ("state and inputs", "sums over microbatches", "microbatches in flight", "while a task runs")
 """What a stage's peak consists of, in the order of `parts_of_peak`."""
 TITLE = "Memory at the peak"
 MOST_GROUPS = 4
@@ -27,7 +29,7 @@ MOST_GROUPS = 4
 
 def parts_of_peak(stage: StagePlan) -> tuple[int, int, int, int]:
     """Bytes of the state, of sums over microbatches, of microbatches in flight, and of what tasks need: the peak, if known."""
-    known = (stage.state_bytes, stage.sum_bytes, stage.flying_bytes)
+    known = (stage.state_bytes, stage.sum_bytes, stage.in_flight_bytes)
     return (*known, stage.working_bytes)
 
 
@@ -38,30 +40,55 @@ def knows_parts(plan: PipelinePlan) -> bool:
 
 def memory_table(plan: PipelinePlan, *, full: bool = False) -> Table:
     """What the stages' peaks consist of, and their largest tensors of one microbatch; no rows if the plan does not know."""
-    columns = ("stage", "peak per device", *PARTS, "largest of one microbatch")
+    name = "stage" if plan.virtual_stages == 1 else "mesh"
+    columns = (name, "peak per device", *PARTS, "largest of one microbatch")
     if not knows_parts(plan):
         return new_table(TITLE, *columns)
-    groups = [[stage] for stage in plan.stages] if full else group_stages(plan)
-    if not full and len(groups) > MOST_GROUPS:
-        fullest = max(plan.stages, key=lambda stage: stage.peak_bytes)
-        groups = [[fullest], [stage for stage in plan.stages if stage is not fullest]]
+    groups = _groups(plan, full=full)
     title = f"{TITLE} ({RANGES})" if any(len(group) > 1 for group in groups) else TITLE
     table = new_table(title, *columns, numbers=columns[1:-1])
     for group in groups:
-        parts = zip(*map(parts_of_peak, group), strict=True)
+        sums = [tuple(map(sum, zip(*map(parts_of_peak, stages), strict=True))) for stages in group]
         cells = (
-            numbers_text([stage.stage for stage in group]),
-            range_text([stage.peak_bytes for stage in group], bytes_text),
-            *(range_text(sizes, bytes_text) for sizes in parts),
-            _largest(group),
+            _name(group),
+            range_text([peak_of(stages) for stages in group], bytes_text),
+            *(range_text(sizes, bytes_text) for sizes in zip(*sums, strict=True)),
+            _largest(max(group[0], key=lambda stage: stage.peak_bytes)),
         )
         table.add_row(*map(Cell, cells))
     return table
 
 
-def _largest(group: Sequence[StagePlan]) -> str:
-    """The kind of tensors of a microbatch that takes most at the peak, of the first stage of a group."""
-    tensors = group_tensors(group[0].plan.peak_tensors)
+def peak_of(stages: Sequence[StagePlan]) -> int:
+    """The peak of a device that these stages share."""
+    return sum(stage.peak_bytes for stage in stages)
+
+
+def _groups(plan: PipelinePlan, *, full: bool) -> list[list[list[StagePlan]]]:
+    """The rows of the table: each stands for some stages, or for all those of some meshes."""
+    if plan.virtual_stages > 1:
+        groups = [[stages] for stages in meshes_of(plan).values()]
+    else:
+        alike = [[stage] for stage in plan.stages] if full else group_stages(plan)
+        groups = [[[stage] for stage in group] for group in alike]
+    if full or len(groups) <= MOST_GROUPS:
+        return groups
+    each = [stages for group in groups for stages in group]
+    fullest = max(each, key=peak_of)
+    return [[fullest], [stages for stages in each if stages is not fullest]]
+
+
+def _name(group: Sequence[Sequence[StagePlan]]) -> str:
+    """The stages of a row by their numbers, or, of meshes with several, these with their stages."""
+    if len(group[0]) == 1:
+        return numbers_text([stage.stage for (stage,) in group])
+    meshes = numbers_text([stages[0].mesh for stages in group])
+    return f"{meshes} ({stages_text(sorted(stage.stage for stages in group for stage in stages))})"
+
+
+def _largest(stage: StagePlan) -> str:
+    """The kind of tensors of a microbatch that takes most at the peak."""
+    tensors = group_tensors(stage.plan.peak_tensors)
     if not tensors:
         return "-"
     alike = max(tensors, key=lambda alike: len(alike) * alike[0].bytes_per_device)

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from autopar.explain.bound import proof_text
-from autopar.explain.figures import figures_of, mesh_name, meshes_of, work_of
+from autopar.explain.figures import Figures, figures_of, mesh_name, meshes_of, work_of
 from autopar.explain.memory import knows_parts
 from autopar.explain.sentences import group_sentences
 from autopar.explain.strategies import findings, names_text, traffic
@@ -42,18 +42,31 @@ def pipeline_header(plan: PipelinePlan) -> str:
     limit = plan.memory_limit_bytes
     of_limit = f" of {bytes_text(limit)} ({percent_text(plan.peak_bytes, limit)})" if limit else ", no limit"
     figures = figures_of(plan)
-    hidden = f", {seconds_text(figures.hidden_s)} of it hidden behind compute" if figures.hidden_s > 0 else ""
     return "\n".join(
         (
             f"{_stages_text(plan)} on cluster {plan.cluster}",
             f"{_count(plan.num_microbatches, 'microbatch')}, schedule {plan.schedule}{again}",
             f"predicted step {seconds_text(plan.step_s)}, bubble {plan.bubble:.1%}; peak memory "
             f"{bytes_text(plan.peak_bytes)} per device{of_limit}{mfu_text(figures.mfu)}",
-            f"compute {seconds_text(figures.compute_s)} on the slowest stage; communication {seconds_text(figures.comm_s)} "
-            f"in all stages{hidden}",
+            f"compute {seconds_text(figures.compute_s)} on the {slowest(plan)}; communication "
+            f"{seconds_text(figures.comm_s)} in all stages{communication_text(figures)}",
             f"planned in {seconds_text(plan.planning_s)}, {proof_text(plan)}",
         )
     )
+
+
+def slowest(plan: PipelinePlan) -> str:
+    """What computes longest: a stage, or a mesh with several."""
+    return "slowest stage" if plan.virtual_stages == 1 else "slowest mesh"
+
+
+def communication_text(figures: Figures) -> str:
+    """What of the collectives of all stages hides, and of the transfers for how long the step waits for them."""
+    hidden = f", {seconds_text(figures.hidden_s)} of it hidden behind compute" if figures.hidden_s > 0 else ""
+    if not figures.sent_s:
+        return hidden
+    waited = f"the step waits {seconds_text(figures.waited_s)}" if figures.waited_s else "the step does not wait"
+    return f"{hidden}, {seconds_text(figures.sent_s)} of it transfers, for which {waited}"
 
 
 def _repeated_text(plan: PipelinePlan) -> str:

@@ -94,7 +94,8 @@ def _looks(stage: StagePlan) -> Hashable:
 
 def brief_stage_table(plan: PipelinePlan) -> Table:
     """The stages in so few columns that they fit a page."""
-    columns = ("stage", "devices", "logical mesh", "what lives there", "forward", "backward", "peak per device")
+    peak = "peak per device" if plan.virtual_stages == 1 else "part of its mesh's peak"
+    columns = ("stage", "devices", "logical mesh", "what lives there", "forward", "backward", peak)
     groups = group_stages(plan)
     table = new_table(_stages_title(groups), *columns, numbers=columns[-3:])
     for group, lives in zip(groups, living(groups), strict=True):
@@ -113,7 +114,8 @@ def brief_stage_table(plan: PipelinePlan) -> Table:
 
 
 def _stage_table(plan: PipelinePlan, full: bool) -> Table:
-    times = ("forward", "backward", "once per step", "compute per step", "in flight", "peak per device")
+    peak = "peak per device" if plan.virtual_stages == 1 else "part of its mesh's peak"
+    times = ("forward", "backward", "once per step", "compute per step", "in flight", peak)
     columns = ("stage", "mesh", "devices", "logical mesh", "leaves", "what lives there", *times)
     groups = [[stage] for stage in plan.stages] if full else group_stages(plan)
     table = new_table(_stages_title(groups), *columns, numbers=("leaves", *times))

@@ -285,6 +285,18 @@ def candidates_table(plan: Plan) -> Table:
     table = new_table("Meshes compared", "mesh", "predicted step", "", numbers=("predicted step",))
     for candidate in plan.candidates:
         step = _candidate_text(candidate)
-        chosen = "chosen" if candidate.mesh_shape == plan.mesh_shape else ""
-        table.add_row(*map(Cell, (shape_text(candidate.mesh_shape), step, chosen)))
+        table.add_row(*map(Cell, (shape_text(candidate.mesh_shape), step, _candidate_verdict(candidate, plan))))
     return table
+
+
+def _candidate_verdict(candidate: Candidate, plan: Plan) -> str:
+    """How a mesh compares with the chosen one; of one that was left by its bound, what it could save at most."""
+    if candidate.mesh_shape == plan.mesh_shape:
+        return "chosen"
+    seconds = candidate.at_least_s if candidate.step_s is None else candidate.step_s
+    if seconds is None:
+        return ""
+    if seconds < plan.step_s:
+        return f"could save at most {1 - seconds / plan.step_s:.1%}: left, as its search would take longer than that is worth"
+    at_least = "at least " if candidate.step_s is None else ""
+    return f"{at_least}{seconds / plan.step_s - 1:.1%} slower"

@@ -126,7 +126,7 @@ def _describe_stage(
         state_bytes=stage.memory.kept_bytes,
         sum_bytes=stage.memory.accumulator_bytes,
         microbatch_bytes=stage.memory.residual_bytes,
-        in_flight_bytes=_flying_bytes(stage, memory, in_flight),
+        in_flight_bytes=_flying_bytes(stage, memory, in_flight, in_flight.microbatches[number]),
         node_kind=stage.node_kind,
     )
 
@@ -138,11 +138,11 @@ def _share_peaks(staged: Staged, in_flight: InFlight) -> list[StageShare]:
     return [by_mesh[number % meshes][number // meshes] for number in range(len(memories))]
 
 
-def _flying_bytes(stage: StagedStage, memory: StageShare, in_flight: InFlight) -> int:
-    """What microbatches in flight keep where it is not as much for each of as many as there are at the most; 0 where it is."""
+def _flying_bytes(stage: StagedStage, memory: StageShare, in_flight: InFlight, most: int) -> int:
+    """What the microbatches in flight keep, `most` at once: each as much, but where backward is split or meshes have stages."""
     if in_flight.schedule.virtual_stages > 1:
-        return max(1, memory.flying_bytes)  # a stage that has none then: 0 stands for another thing
-    return stage.memory.flying_bytes(in_flight) if in_flight.is_split else 0
+        return memory.flying_bytes
+    return stage.memory.flying_bytes(in_flight) if in_flight.is_split else most * stage.memory.residual_bytes
 
 
 def _memory_limit(staged: Staged, request: PlanRequest) -> int | None:

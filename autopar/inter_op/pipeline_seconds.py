@@ -37,11 +37,21 @@ def predict_step_s(plan: PipelinePlan) -> float:
     return time_stages(schedule, seconds).makespan_s + find_exposed_s(schedule, seconds, plan.transfers) + once_s
 
 
+def wait_for_transfers_s(plan: PipelinePlan) -> float:
+    """Seconds of a step in which the meshes wait for what others send them: in its microbatches, and once at its end."""
+    seconds = [(stage.forward_s, stage.backward_s) for stage in plan.stages]
+    return find_exposed_s(schedule_of(plan), seconds, plan.transfers) + _sent_once_s(plan.transfers)
+
+
+def _sent_once_s(transfers: Sequence[TransferPlan]) -> float:
+    return max((t.predicted_s for t in transfers if t.what in ONCE), default=0.0)
+
+
 def once_a_step_s(stages_once_s: Sequence[float], transfers: Sequence[TransferPlan]) -> float:
     """Seconds of what all stages do once a step: they update their state at the same time, so the slowest counts, after the
     longest transfer of that kind.
     """
-    return max(stages_once_s) + max((t.predicted_s for t in transfers if t.what in ONCE), default=0.0)
+    return max(stages_once_s) + _sent_once_s(transfers)
 
 
 def find_exposed_s(

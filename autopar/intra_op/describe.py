@@ -181,6 +181,7 @@ def collectives_of(
                     predicted_s=each,
                     overlap=kind_of(needs.of(planned.atom), planned.move.kind),
                     scope=_name_of(planned, names),
+                    is_transposed=graph.spaces.network.is_transposed(planned.move, shape),
                 )
             )
     return tuple(plans), local_s

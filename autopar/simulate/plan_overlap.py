@@ -1,8 +1,8 @@
 """The four overlap ratios of a plan on a cluster: which part of each kind of communication its compute can hide.
 
 In: a `Plan` or a `PipelinePlan`, a cluster. Out: `Communication` by kind, in all and exposed, per step, all stages together. The
-plan says of which kind a collective is, and `intra_op/choices/overlap.py` what stands beside it; a transfer of a pipeline stands
-beside the compute of its stage. The part that hides is the cluster's. The collectives hide in the plan's step as they do here.
+plan says of which kind a collective is, and `intra_op/choices/overlap.py` what stands beside it; the part that hides is the
+cluster's. Of a pipeline's transfers the step waits for what its schedule does not hide. Both are as in the plan's step.
 What can go wrong: a plan written before plans named kinds; nothing of it hides.
 """
 
@@ -14,9 +14,9 @@ from rich.table import Table
 
 from autopar.cost_model.hardware import PRESETS, Cluster
 from autopar.cost_model.machine import Hidden
-from autopar.cost_model.overlap import Communication, Kind, alone, beside, overlap_ratio, sum_by_kind
+from autopar.cost_model.overlap import Communication, Kind, overlap_ratio, sum_by_kind
 from autopar.explain.units import seconds_text
-from autopar.pipeline_plan import PipelinePlan, StagePlan, TransferPlan
+from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
 from autopar.simulate.reprice import communication_of, reprice
 
@@ -35,7 +35,9 @@ def overlap_of(
     if isinstance(plan, Plan):
         return sum_by_kind(_of_one_mesh(plan, cluster, planned_for))
     parts = [part for stage in plan.stages for part in _of_one_mesh(stage.plan, cluster, planned_for)]
-    return sum_by_kind([*parts, *(_of_transfer(item, plan, cluster, planned_for) for item in plan.transfers)])
+    sent_s = sum(item.count * plan.transfer_s(item, cluster) for item in plan.transfers)
+    waited_s = reprice(plan, cluster, planned_for=planned_for).waited_s
+    return sum_by_kind([*parts, Communication("pipeline", sent_s, min(sent_s, waited_s))])
 
 
 def overlap_rows(found: Mapping[Kind, Communication]) -> list[dict[str, object]]:
@@ -75,20 +77,3 @@ def own_cluster(plan: Plan | PipelinePlan) -> Cluster | None:
 def _of_one_mesh(plan: Plan, cluster: Cluster, planned_for: Cluster | None) -> Iterable[Communication]:
     compute_s = reprice(plan, cluster, planned_for=planned_for).compute_s
     return communication_of(plan, cluster, compute_s=compute_s)
-
-
-def _of_transfer(
-    item: TransferPlan, plan: PipelinePlan, cluster: Cluster, planned_for: Cluster | None
-) -> Communication:
-    sender: StagePlan = plan.stages[item.source]
-    seconds = item.count * plan.transfer_s(item, cluster)
-    if item.what not in ("forward", "backward"):
-        return alone("pipeline", seconds)
-    compute_s = reprice(sender.plan, cluster, planned_for=planned_for).compute_s
-    share = (1 / 3 if item.what == "forward" else 2 / 3) / max(1, _siblings(item, plan))
-    return beside(cluster.overlap, "pipeline", comm_s=seconds, compute_s=compute_s * share)
-
-
-def _siblings(item: TransferPlan, plan: PipelinePlan) -> int:
-    """How many transfers of the same kind a stage sends: they share what stands beside them."""
-    return sum(other.source == item.source and other.what == item.what for other in plan.transfers)

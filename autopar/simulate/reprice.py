@@ -11,13 +11,12 @@ task by task. What can go wrong: a plan made for a cluster that has no preset.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
-from autopar.cost_model.collectives import MeshCosts
 from autopar.cost_model.hardware import PRESETS, Cluster
 from autopar.cost_model.overlap import Communication, Kind
-from autopar.inter_op.pipeline_seconds import predict_step_s
+from autopar.inter_op.pipeline_seconds import predict_step_s, wait_for_transfers_s
 from autopar.intra_op.choices.overlap import Moved, hide, window
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import WITHIN, CollectivePlan, Plan
@@ -36,7 +35,10 @@ class RepricedKind:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RepricedPlan:
-    """See the module. Seconds per step, bytes per device; `hidden_s`: communication of collectives that hides behind compute."""
+    """See the module. Seconds per step, bytes per device.
+
+    `hidden_s`: communication of collectives that hides behind compute; `waited_s`: for how long a pipeline waits for transfers.
+    """
 
     cluster: str
     planned_for: str
@@ -46,6 +48,8 @@ class RepricedPlan:
     compute_s: float
     planned_hidden_s: float
     hidden_s: float
+    planned_waited_s: float
+    waited_s: float
     communication: tuple[RepricedKind, ...]
     peak_bytes: int
     usable_memory_bytes: float
@@ -81,16 +85,15 @@ def _nodes_of(cluster: Cluster, node_kind: str) -> Cluster:
 
 
 def _one_mesh(plan: Plan, cluster: Cluster, before: Cluster) -> RepricedPlan:
-    costs = cluster.mesh_costs(plan.mesh_shape)
     dtype = _main_dtype(plan)
     scale, bound = _compute_scale(before, cluster, dtype)
-    kinds = tuple(_of_kind(kind, plan, costs) for kind in dict.fromkeys(item.kind for item in plan.collectives))
+    kinds = tuple(_of_kind(kind, plan, cluster) for kind in dict.fromkeys(item.kind for item in plan.collectives))
     # What is local in a change of layout, a slice or a mask, counts as compute.
     planned_compute_s = plan.step_s + plan.hidden_s - sum(kind.planned_s for kind in kinds)
     called = len(plan.inputs)
     compute_s = (planned_compute_s - before.dispatch_s(called)) * scale + cluster.dispatch_s(called)
     hidden_s = sum(item.hidden_s for item in communication_of(plan, cluster, compute_s=compute_s))
-    hidden_s += _hidden_within_s(plan, costs)
+    hidden_s += _hidden_within_s(plan, cluster)
     return RepricedPlan(
         cluster=cluster.name,
         planned_for=before.name,
@@ -100,6 +103,8 @@ def _one_mesh(plan: Plan, cluster: Cluster, before: Cluster) -> RepricedPlan:
         compute_s=compute_s,
         planned_hidden_s=plan.hidden_s,
         hidden_s=hidden_s,
+        planned_waited_s=0.0,
+        waited_s=0.0,
         communication=kinds,
         peak_bytes=plan.peak_bytes,
         usable_memory_bytes=cluster.usable_memory_bytes,
@@ -125,23 +130,34 @@ def _pipeline(plan: PipelinePlan, cluster: Cluster, before: Cluster) -> Repriced
     slower = [
         new.step_s / old.plan.step_s if old.plan.step_s else 1.0 for new, old in zip(stages, plan.stages, strict=True)
     ]
-    before_s, after_s = predict_step_s(plan), predict_step_s(_with_seconds(plan, slower, cluster))
+    here = _with_seconds(plan, slower, cluster)
+    before_s, after_s = predict_step_s(plan), predict_step_s(here)
     return RepricedPlan(
         cluster=cluster.name,
         planned_for=stages[0].planned_for,
         planned_step_s=plan.step_s,
         step_s=plan.step_s * after_s / before_s if before_s else plan.step_s,
-        planned_compute_s=max(stage.planned_compute_s for stage in stages),
-        compute_s=max(stage.compute_s for stage in stages),
+        planned_compute_s=_most_on_a_mesh(plan, [stage.planned_compute_s for stage in stages]),
+        compute_s=_most_on_a_mesh(plan, [stage.compute_s for stage in stages]),
         planned_hidden_s=sum(stage.planned_hidden_s for stage in stages),
         hidden_s=sum(stage.hidden_s for stage in stages),
+        planned_waited_s=wait_for_transfers_s(plan),
+        waited_s=wait_for_transfers_s(here),
         communication=(*_join_kinds(kind for stage in stages for kind in stage.communication), sends),
         peak_bytes=plan.peak_bytes,
         usable_memory_bytes=cluster.usable_memory_bytes,
         fits=all(stage.peak_bytes <= own.usable_memory_bytes for stage, own in zip(plan.stages, nodes, strict=True)),
-        basis=f"{len(stages)} stages: compute is that of the slowest one, communication that of all, of which the "
-        f"schedule {plan.schedule} hides transfers beside compute; {stages[0].basis}",
+        basis=f"{len(stages)} stages: compute is that of the slowest {'mesh' if plan.virtual_stages > 1 else 'one'}, "
+        f"communication that of all, of which the schedule {plan.schedule} hides transfers beside compute; {stages[0].basis}",
     )
+
+
+def _most_on_a_mesh(plan: PipelinePlan, seconds: Sequence[float]) -> float:
+    """The most that the stages of a mesh take together."""
+    sums: dict[int, float] = {}
+    for stage, one_s in zip(plan.stages, seconds, strict=True):
+        sums[stage.mesh] = sums.get(stage.mesh, 0.0) + one_s
+    return max(sums.values())
 
 
 def _with_seconds(plan: PipelinePlan, slower: Sequence[float], cluster: Cluster) -> PipelinePlan:
@@ -188,23 +204,22 @@ def _compute_scale(before: Cluster, after: Cluster, dtype: str) -> tuple[float, 
     return (arithmetic, "FLOP/s") if arithmetic >= memory else (memory, "memory bandwidth")
 
 
-def _of_kind(kind: str, plan: Plan, costs: MeshCosts) -> RepricedKind:
-    items = [item for item in plan.collectives if item.kind == kind]
+def _of_kind(kind: str, plan: Plan, cluster: Cluster) -> RepricedKind:
+    items, priced = [item for item in plan.collectives if item.kind == kind], collective_prices(plan, cluster)
     return RepricedKind(
         kind=kind,
         planned_s=sum(item.count * item.predicted_s for item in items),
-        seconds=sum(item.count * collective_s(item, plan.axis_names, costs) for item in items),
+        seconds=sum(item.count * priced(item) for item in items),
         bytes=sum(item.count * item.bytes for item in items),
         count=sum(item.count for item in items),
     )
 
 
-def _hidden_within_s(plan: Plan, costs: MeshCosts) -> float:
+def _hidden_within_s(plan: Plan, cluster: Cluster) -> float:
     """Seconds of collectives within operations that hide there: the part that was planned to."""
+    priced = collective_prices(plan, cluster)
     within = [item for item in plan.collectives if item.overlap == WITHIN and item.predicted_s]
-    return sum(
-        item.count * collective_s(item, plan.axis_names, costs) * item.hidden_s / item.predicted_s for item in within
-    )
+    return sum(item.count * priced(item) * item.hidden_s / item.predicted_s for item in within)
 
 
 def communication_of(plan: Plan, cluster: Cluster, *, compute_s: float) -> list[Communication]:
@@ -212,24 +227,32 @@ def communication_of(plan: Plan, cluster: Cluster, *, compute_s: float) -> list[
 
     Those within operations are left out: they run beside the operation's own work (`_hidden_within_s`).
     """
-    costs, found = cluster.mesh_costs(plan.mesh_shape), []
+    found, priced = [], collective_prices(plan, cluster)
     for item in plan.collectives:
         if item.overlap == WITHIN:
             continue
         kind = cast(Kind, item.overlap)
         part = window(kind, item.kind, times=item.count, microbatches=plan.num_microbatches)
-        seconds = item.count * collective_s(item, plan.axis_names, costs)
+        seconds = item.count * priced(item)
         found.append(Moved(kind, part, seconds, item.count * item.bytes))
     return list(hide(found, compute_s=compute_s, overlap=cluster.overlap).values())
 
 
-def collective_s(item: CollectivePlan, axis_names: Sequence[str], costs: MeshCosts) -> float:
-    """Seconds of a planned collective, once, on the links of `costs`."""
-    axes = [axis_names.index(name) for name in item.axes]
-    price = {
+def collective_prices(plan: Plan, cluster: Cluster) -> Callable[[CollectivePlan], float]:
+    """A function that gives the seconds of a plan's collective, once, on the links of a cluster.
+
+    They include the copy into another order that goes into some collectives, or comes out of them.
+    """
+    costs, names = cluster.mesh_costs(plan.mesh_shape), plan.axis_names
+    prices = {
         "all-reduce": costs.all_reduce_s,
         "reduce-scatter": costs.reduce_scatter_s,
         "all-gather": costs.all_gather_s,
         "all-to-all": costs.all_to_all_s,
-    }.get(item.kind, costs.permute_s)
-    return price(item.bytes, axes)
+    }
+
+    def price(item: CollectivePlan) -> float:
+        seconds = prices.get(item.kind, costs.permute_s)(item.bytes, [names.index(name) for name in item.axes])
+        return seconds + (item.bytes * cluster.device.transpose_s_per_byte if item.is_transposed else 0.0)
+
+    return price

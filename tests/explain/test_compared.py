@@ -78,7 +78,7 @@ def test_a_plan_that_ended_early_says_after_how_long_and_what_was_not_compared()
 
 
 def test_a_search_that_ended_by_itself_says_that_more_time_would_find_nothing():
-    said = "was compared: more planning seconds would find nothing faster"
+    said = "the search came to its end: more planning seconds would find the same plan"
     plan = dataclasses.replace(compared(), ended_early=False)
     assert said in explain(plan)
     assert "planning stopped" not in explain(plan)
@@ -97,8 +97,11 @@ def test_a_plan_of_one_mesh_that_ended_early_says_so_too():
 def test_what_the_clock_left_out_may_be_faster_than_the_plan():
     step_s = pipeline_of(stage_of(0), stage_of(1)).step_s
     rows = way(2, 16, "zb-h1", estimate_s=0.5 * step_s), way(None, 32, "1f1b", at_least_s=0.75 * step_s)
-    text = explain(compared(*rows, way(2, 1, "1f1b", step_s=2 * step_s)))
+    plan = compared(*rows, way(2, 1, "1f1b", step_s=2 * step_s))
+    text = explain(dataclasses.replace(plan, ended_early=True))
     assert "; next is 1 microbatch in schedule 1f1b, 100.0% slower\n" in text
-    assert "- there was no time to look into 16 microbatches in schedule zb-h1, which may be faster\n" in text
-    assert text.count("may be faster: no time to look into it") == 2
+    assert "- 16 microbatches in schedule zb-h1 may be faster: no time to look into it\n" in text
+    assert text.count("may be faster: no time to look into it") == 3
+    ended = explain(dataclasses.replace(plan, ended_early=False))
+    assert ended.count("may be faster: left, as it promised too little") == 3, "the clock had no part in it"
     assert "-50.0%" not in text

@@ -232,7 +232,14 @@ def test_compared_meshes_tell_the_chosen_one_and_those_that_do_not_fit():
     meshes = (Candidate((8,), None), Candidate((2, 4), 0.15), Candidate((4, 2), 0.3), Candidate((2, 2, 2), None, 0.2))
     rows = rows_of(explain(plan_of(BATCH, candidates=meshes)), "Meshes compared")
     assert rows[:2] == [["(8,)", "does not fit the memory"], ["(2, 4)", "150 ms", "chosen"]]
-    assert rows[2:] == [["(4, 2)", "300 ms"], ["(2, 2, 2)", "at least 200 ms"]]
+    assert rows[2:] == [
+        ["(4, 2)", "300 ms", "100.0% slower"],
+        ["(2, 2, 2)", "at least 200 ms", "at least 33.3% slower"],
+    ]
+    left = explain(plan_of(BATCH, candidates=(*meshes[:2], Candidate((2, 2, 2), None, 0.12))))
+    assert "could save at most 20.0%: left, as its search would take longer than that is worth" in " ".join(
+        left.split()
+    )
 
 
 def test_tables_without_rows_are_left_out():

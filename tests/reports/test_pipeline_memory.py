@@ -23,7 +23,7 @@ def test_more_microbatches_fly_in_the_middle_than_at_the_ends(plan):
     values = memory_over_step(plan, 0, intervals=50)
     lying = stage.state_bytes + stage.sum_bytes
     assert len(values) == 50
-    share = stage.flying_bytes / stage.microbatches_in_flight
+    share = stage.in_flight_bytes / stage.microbatches_in_flight
     assert values[0] == pytest.approx(lying + stage.working_bytes + share, abs=1)
     assert min(values) >= lying
     assert values[-1] <= lying + stage.working_bytes + share + 1

@@ -10,6 +10,7 @@ import pytest
 import autopar
 from autopar.__main__ import main
 from autopar.cost_model.hardware import preset
+from autopar.explain.figures import figures_of
 from autopar.models import build
 from autopar.simulate.reprice import reprice
 from tests.run_tables import json_of
@@ -88,7 +89,9 @@ def test_a_pipeline_is_priced_stage_by_stage(tmp_path, capsys):
     assert here["peak_bytes"] == plan.peak_bytes
     (sends,) = [kind for kind in here["overlap"] if kind["kind"] == "pipeline"]
     assert sends["seconds"] == pytest.approx(sent["seconds"])
-    assert 0 < sends["overlap_ratio"] <= 0.5
+    assert sends["exposed_s"] == here["waited_s"] == pytest.approx(figures_of(plan).waited_s), "as the report says"
+    assert 0 < sends["overlap_ratio"] < 1
+    assert there["waited_s"] > 0
     assert f"of which the schedule {plan.schedule} hides transfers beside compute" in here["basis"]
 
 

@@ -9,6 +9,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 
+from autopar.explain.figures import figures_of, parts_of
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
 from autopar.why.classic import Classic
@@ -30,6 +31,8 @@ def plan_document(plan: Plan | PipelinePlan) -> dict[str, object]:
         "peak_bytes": plan.peak_bytes,
         "memory_limit_bytes": plan.memory_limit_bytes,
         "planning_s": plan.planning_s,
+        "figures": dataclasses.asdict(figures_of(plan)),
+        "parts": [{"name": part.name, "seconds": part.seconds, "waited_s": part.waited_s} for part in parts_of(plan)],
         "plan": json.loads(plan.to_json()),
     }
 

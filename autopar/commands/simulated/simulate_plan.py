@@ -62,6 +62,9 @@ def _print_plan(console: Console, found: RepricedPlan, cluster: Cluster) -> None
         parts = (found.planned_hidden_s, found.hidden_s)
         hidden = [f"-{seconds_text(seconds)}" if seconds else seconds_text(0.0) for seconds in parts]
         table.add_row("hidden behind compute", *hidden, "", "")
+    if found.planned_waited_s or found.waited_s:
+        waited = map(seconds_text, (found.planned_waited_s, found.waited_s))
+        table.add_row("waited for transfers", *waited, "", "")
     table.add_section()
     table.add_row("step", seconds_text(found.planned_step_s), seconds_text(found.step_s), "", "")
     console.print(table)

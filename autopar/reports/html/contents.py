@@ -15,7 +15,7 @@ from rich.table import Column, Table
 from autopar.explain.compared import compared_table, what_is_missing, why_chosen
 from autopar.explain.figures import figures_of, meshes_of, parts_of
 from autopar.explain.memory import PARTS, knows_parts, memory_table, parts_of_peak
-from autopar.explain.pipeline import pipeline_findings
+from autopar.explain.pipeline import communication_text, pipeline_findings, slowest
 from autopar.explain.stages import group_stages, mesh_text, pipeline_tables, range_text, stages_text
 from autopar.explain.strategies import findings
 from autopar.explain.tables import candidates_table, layout_tables, links_table, peak_table, time_table
@@ -60,11 +60,13 @@ def key_figures(plan: Plan | PipelinePlan) -> list[tuple[str, str, str]]:
     """Return (name, figure, whole of which it is a part) of the figures that a reader looks for first."""
     figures, limit = figures_of(plan), plan.memory_limit_bytes
     of_limit = f"{percent_text(figures.peak_bytes, limit)} of {bytes_text(limit)}" if limit else "no limit"
-    in_stages = isinstance(plan, PipelinePlan)
+    where, moved = "per step", f"{seconds_text(figures.hidden_s)} of it hidden"
+    if isinstance(plan, PipelinePlan):
+        where, moved = f"on the {slowest(plan)}", f"in all stages{communication_text(figures)}"
     found = [
         ("step", seconds_text(figures.step_s), "predicted"),
-        ("compute", seconds_text(figures.compute_s), "on the slowest stage" if in_stages else "per step"),
-        ("communication", seconds_text(figures.comm_s), f"{seconds_text(figures.hidden_s)} of it hidden"),
+        ("compute", seconds_text(figures.compute_s), where),
+        ("communication", seconds_text(figures.comm_s), moved),
         ("peak memory", bytes_text(figures.peak_bytes), of_limit),
     ]
     if isinstance(plan, PipelinePlan):

@@ -49,7 +49,7 @@ def _changes(span: Span, run: Run, stage: StagePlan, last: str) -> Iterator[tupl
     yield span.start_s, stage.working_bytes
     yield span.end_s, -stage.working_bytes
     is_split = last == "weight_gradient"
-    each = stage.flying_bytes / max(1, stage.microbatches_in_flight) if is_split else stage.microbatch_bytes
+    each = stage.in_flight_bytes / max(1, stage.microbatches_in_flight) if is_split else stage.microbatch_bytes
     if run.kind == "forward":
         yield span.start_s, each
     if run.kind == last:
