@@ -33,9 +33,8 @@ _MORE_SECONDS = "more planning seconds"
 def compared_table(plan: Plan | PipelinePlan, *, full: bool = False, most_rows: int = MOST_ROWS) -> Table:
     """One row per way that was compared, fastest first; no rows if none was."""
     columns = ("stages", "microbatches", "schedule", "recompute", "step", "peak", "")
-    table = new_table(
-        "Compared (~: estimated, >: at least)", *columns, numbers=("stages", "microbatches", "step", "peak")
-    )
+    numbers = ("stages", "microbatches", "step", "peak")
+    table = new_table("Compared (~: estimated, >: at least)", *columns, numbers=numbers, aside=("",))
     rows = sorted(plan.compared, key=_seconds)
     for one in rows if full else rows[:most_rows]:
         table.add_row(
@@ -97,7 +96,8 @@ def _why_left(plan: Plan | PipelinePlan) -> str:
 
 def repeated_text(one: Plan | Alternative) -> str:
     """Which forward work is done again, in words."""
-    layers = "layers'" if one.recomputed_layers is None else f"{one.recomputed_layers} layers'"
+    number = one.recomputed_layers
+    layers = "layers'" if number is None else "1 layer's" if number == 1 else f"{number} layers'"
     return f"{layers} forward work{', except named values' if one.keeps_named else ''}"
 
 
@@ -161,4 +161,13 @@ def _way_text(one: Alternative, plan: Plan | PipelinePlan) -> str:
     noun = "microbatch" if one.num_microbatches == 1 else "microbatches"
     schedule = f" in schedule {_schedule_text(one)}" if one.schedule else ""
     form = "" if bool(one.schedule) == isinstance(plan, PipelinePlan) else " in stages" if schedule else " on one mesh"
-    return f"{one.num_microbatches} {noun}{form}{schedule}{' with recomputation' if one.recompute else ''}"
+    return f"{one.num_microbatches} {noun}{form}{schedule}{_again_text(one)}"
+
+
+def _again_text(one: Alternative) -> str:
+    """With recomputation, and of how many layers if it is of some."""
+    if not one.recompute:
+        return ""
+    number = one.recomputed_layers
+    layers = "" if number is None else f" of {number} layer{'s' * (number != 1)}"
+    return f" with recomputation{layers}{', except named values' if one.keeps_named else ''}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from autopar.cost_model.hardware import PRESETS
 from autopar.pipeline_plan import PipelinePlan, StagePlan
 from autopar.plan import WITHIN, CollectivePlan, Plan
 
@@ -23,6 +24,8 @@ KINDS: Mapping[str, str] = {
     WITHIN: "within operations",
 }
 """What a collective of each `CollectivePlan.overlap` moves, by data flow: `intra_op/choices/overlap.py` tells these apart."""
+_NUMBERS = ("float", "bfloat", "complex", "int4", "int8", "uint4", "uint8")
+"""Types of operands that may be weights; others that depend on no example are random bits and masks."""
 _CLOSE = 1e-6
 
 
@@ -122,6 +125,23 @@ def mesh_name(plan: PipelinePlan, mesh: int) -> str:
     return f"stage {numbers[0]}" if len(numbers) == 1 else f"mesh {mesh} (stages {' and '.join(numbers)})"
 
 
+def node_size(plan: Plan | PipelinePlan) -> int | None:
+    """Devices of a node, if the plan is for a preset of equal nodes and uses several of them; else None."""
+    cluster = PRESETS.get(plan.cluster)
+    kinds = [plan.node_kind] if isinstance(plan, Plan) else [stage.node_kind for stage in plan.stages]
+    size = None if cluster is None or any(kinds) else cluster.devices_per_node
+    return size if size and plan.num_devices > size else None
+
+
+def moved_text(collectives: Sequence[CollectivePlan]) -> str:
+    """What collectives of one `CollectivePlan.overlap` move, in words; random bits and masks are early too, and no weights."""
+    kind = collectives[0].overlap
+    are_weights = [item.operand.startswith(_NUMBERS) for item in collectives]
+    if kind != "zero3" or all(are_weights):
+        return KINDS[kind]
+    return f"{KINDS[kind]}, random bits" if any(are_weights) else "random bits"
+
+
 def seconds_of(collectives: Sequence[CollectivePlan]) -> tuple[float, float]:
     """(seconds, hidden seconds) per step of all of them together."""
     return sum(c.count * c.predicted_s for c in collectives), sum(c.count * c.hidden_s for c in collectives)
@@ -130,10 +150,11 @@ def seconds_of(collectives: Sequence[CollectivePlan]) -> tuple[float, float]:
 def _parts_of_mesh(plan: Plan) -> tuple[Part, ...]:
     parts = [Part("compute", plan.compute_s, 0.0, plan.compute_s)]
     if abs(seconds_of(plan.collectives)[1] - plan.hidden_s) <= _CLOSE * plan.step_s:
-        for kind, name in KINDS.items():
+        for kind in KINDS:
             some = [item for item in plan.collectives if item.overlap == kind]
             seconds, hidden_s = seconds_of(some)
-            parts += [Part(f"communication: {name}", seconds, hidden_s, seconds - hidden_s)] if some else []
+            if some:
+                parts.append(Part(f"communication: {moved_text(some)}", seconds, hidden_s, seconds - hidden_s))
     elif plan.collectives:
         parts.append(Part("communication", plan.comm_s, plan.hidden_s, plan.comm_s - plan.hidden_s))
     return tuple(parts)

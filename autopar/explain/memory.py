@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from autopar.explain.cell import Cell
 from autopar.explain.figures import meshes_of
+from autopar.explain.fitted import Cell
 from autopar.explain.paths import shape_text, value_text
 from autopar.explain.stages import RANGES, group_stages, numbers_text, range_text, stages_text
 from autopar.explain.tables import group_tensors, new_table
@@ -46,7 +46,7 @@ def memory_table(plan: PipelinePlan, *, full: bool = False) -> Table:
         return new_table(TITLE, *columns)
     groups = _groups(plan, full=full)
     title = f"{TITLE} ({RANGES})" if any(len(group) > 1 for group in groups) else TITLE
-    table = new_table(title, *columns, numbers=columns[1:-1])
+    table = new_table(title, *columns, numbers=columns[1:-1], aside=columns[-1:])
     for group in groups:
         sums = [tuple(map(sum, zip(*map(parts_of_peak, stages), strict=True))) for stages in group]
         cells = (

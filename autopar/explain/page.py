@@ -17,7 +17,8 @@ from rich.text import Text
 
 from autopar.explain.compared import what_is_missing
 from autopar.explain.figures import figures_of
-from autopar.explain.paths import layout_text, path_patterns
+from autopar.explain.fitted import GAP
+from autopar.explain.paths import file_of, layout_text, path_patterns
 from autopar.explain.pipeline import pipeline_findings
 from autopar.explain.report import header
 from autopar.explain.stages import brief_stage_table, mesh_text
@@ -28,7 +29,7 @@ from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import CollectivePlan, Plan, ValuePlan
 
 MOST_LINES = 40
-PAGE_WIDTH = 118
+PAGE_WIDTH = 80
 _CUT_SHORT = ("leaf", "what lives there", "from")
 """Columns whose cells may lose their ends."""
 _SENTENCES, _LEAVES, _COLLECTIVES = 6, 6, 5
@@ -82,17 +83,18 @@ def _collectives_table(collectives: Sequence[CollectivePlan]) -> Table:
         seconds = sum(item.count * item.predicted_s for item in group)
         hidden_s = sum(item.count * item.hidden_s for item in group)
         kind = f"{group[0].kind} over {', '.join(group[0].axes)}"
-        where = where_text([item.scope for item in group], group[0].source)
+        where = where_text([item.scope for item in group], file_of(group[0].source))
         table.add_row(*map(Text, (kind, seconds_text(seconds), hidden_text(hidden_s), where)))
     return table
 
 
 def _lines_of(table: Table) -> list[str]:
     stream = io.StringIO()
-    for column in table.columns:
+    natural = [max(len(str(text)) for text in (column.header, *column.cells)) for column in table.columns]
+    room = PAGE_WIDTH - sum(natural) - GAP * (len(natural) - 1)
+    for column, width in zip(table.columns, natural, strict=True):
         column.no_wrap, column.overflow = True, "ellipsis"
-        if column.header not in _CUT_SHORT:
-            column.min_width = max(len(str(cell)) for cell in column.cells)
+        column.width = max(1, width + min(0, room)) if column.header in _CUT_SHORT else width
     Console(file=stream, width=PAGE_WIDTH, color_system=None).print(table)
     return [line.rstrip() for line in stream.getvalue().splitlines()]
 

@@ -7,6 +7,7 @@ out to exactly the paths it was made from, so a row of a table never claims a le
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -15,6 +16,7 @@ from pathlib import Path
 from autopar.plan import Spec
 
 _NAMES_IN_BRACES = 6
+_NUMBERED = re.compile(r"(\d+|\[\d+:\d+\])$")
 
 
 def layout_text(spec: Spec) -> str:
@@ -41,10 +43,43 @@ def value_text(name: str, shape: Sequence[int]) -> str:
     return name.removesuffix(f" {shape_text(shape)}")
 
 
+def is_words(path: str) -> bool:
+    """Whether a value is told by words, as what stages send each other is, and not by a path."""
+    return " " in path.removeprefix("-> ")
+
+
 def source_text(source: str) -> str:
     """A line of source without the folders that say nothing: those of an environment, and the current one."""
     _, marker, inside = source.rpartition("/site-packages/")
     return inside if marker else source.removeprefix(f"{Path.cwd()}/")
+
+
+def file_of(source: str) -> str:
+    """A line of source with the name of its file alone: `gpt.py:56`, and the function if that is given."""
+    path, separator, rest = source.partition(":")
+    return f"{path.rpartition('/')[2]}{separator}{rest}"
+
+
+def starred(first: Sequence[str], others: Sequence[Sequence[str]]) -> dict[str, str]:
+    """The names of the first of several parts that are alike, as names of all: `block_2/up` is `block_*/up` if others lack it.
+
+    A component with a number at its end, or with a range of rows, is starred unless all parts have it in the same place.
+    """
+    parts = [[tuple(name.split("/")) for name in names] for names in (first, *others)]
+    shown: list[dict[tuple[str, ...], tuple[str, ...]]] = [dict.fromkeys(paths, ()) for paths in parts]
+    for depth in range(max((len(path) for paths in parts for path in paths), default=0)):
+        places = [{(done[path], path[depth]) for path in done if len(path) > depth} for done in shown]
+        common = set.intersection(*places)
+        for done in shown:
+            for path, above in done.items():
+                if len(path) > depth:
+                    name = path[depth]
+                    done[path] = (*above, name if (above, name) in common else _NUMBERED.sub(_star, name))
+    return {"/".join(path): "/".join(names) for path, names in shown[0].items()}
+
+
+def _star(number: re.Match[str]) -> str:
+    return "[*]" if number[0].startswith("[") else "*"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +95,11 @@ class PathPattern:
     def count(self) -> int:
         """How many paths it stands for."""
         return math.prod(map(len, self.components))
+
+    @property
+    def paths(self) -> list[str]:
+        """Every path that it stands for."""
+        return ["/".join(names) for names in itertools.product(*self.components)]
 
     @property
     def first(self) -> str:

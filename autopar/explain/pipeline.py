@@ -13,15 +13,17 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from autopar.explain.bound import proof_text
-from autopar.explain.figures import Figures, figures_of, mesh_name, meshes_of, work_of
+from autopar.explain.figures import Figures, figures_of, mesh_name, meshes_of, node_size, work_of
 from autopar.explain.memory import knows_parts
 from autopar.explain.sentences import group_sentences
+from autopar.explain.stages import range_text
 from autopar.explain.strategies import findings, names_text, traffic
 from autopar.explain.units import bytes_text, mfu_text, percent_text, seconds_text
 from autopar.pipeline_plan import PipelinePlan, StagePlan
 from autopar.plan import Plan, ValuePlan
 
 _BALANCED = 1.05
+_MOST_WAYS = 4
 _READERS = {
     "forward": "for forward passes",
     "backward": "for backward passes",
@@ -83,7 +85,7 @@ def _repeated_text(plan: PipelinePlan) -> str:
 def pipeline_findings(plan: PipelinePlan) -> tuple[str, ...]:
     """What the bubble costs, which mesh is the bottleneck, what crosses, and what each stage does with its mesh."""
     memory = () if knows_parts(plan) else (_memory_text(plan),)  # its table says it otherwise
-    sentences = [_bubble_text(plan), _bottleneck_text(plan), *memory, *_crossing(plan)]
+    sentences = [_bubble_text(plan), _bottleneck_text(plan), *memory, *_crossing(plan), *_nodes(plan)]
     said = [
         (one.stage, text)
         for one in plan.stages
@@ -161,6 +163,27 @@ def _crossing(plan: PipelinePlan) -> Iterator[str]:
     kinds = sorted(size, key=lambda what: list(_READERS).index(what) if what in _READERS else len(_READERS))
     listed = "; ".join(f"{bytes_text(size[what])} {_READERS.get(what, f'for {what}')}" for what in kinds)
     yield f"the meshes send each other per step: {listed}"
+
+
+def _nodes(plan: PipelinePlan) -> Iterator[str]:
+    """Between which stages microbatches go from node to node, and what that costs beside a way within one."""
+    size = node_size(plan)
+    if size is None:
+        return
+    nodes = {stage.stage: {place // size for place in stage.devices} for stage in plan.stages}
+    forward = [one for one in plan.transfers if one.what == "forward"]
+    across = [one for one in forward if len(nodes[one.source] | nodes[one.target]) > 1]
+    if not across:
+        return
+    ways = [f"{one.source} to {one.target}" for one in across]
+    listed = ", ".join(ways[:_MOST_WAYS]) + (f", and {len(ways) - _MOST_WAYS} more" if len(ways) > _MOST_WAYS else "")
+    within = [one.predicted_s for one in forward if one not in across]
+    inside = f", and within one {range_text(within, seconds_text)}" if within else ""
+    seconds = range_text([one.predicted_s for one in across], seconds_text)
+    yield (
+        f"the devices are {len(set().union(*nodes.values()))} nodes of {size}: from stage {listed} activations go from node to "
+        f"node, which takes {seconds} each time{inside}"
+    )
 
 
 def _borrowed(stage: StagePlan, plan: PipelinePlan) -> Iterator[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -19,15 +19,18 @@ from autopar.explain.compared import compared_table, repeated_text, what_is_miss
 from autopar.explain.figures import figures_of
 from autopar.explain.memory import memory_table
 from autopar.explain.pipeline import pipeline_findings, pipeline_header, schedule_title
-from autopar.explain.stages import mesh_text, pipeline_tables
+from autopar.explain.stage_layouts import SENT, as_shown, groups_in_full, pipeline_layouts
+from autopar.explain.stages import mesh_text, pipeline_tables, stages_text
 from autopar.explain.strategies import findings, traffic
-from autopar.explain.tables import kinds_table, tables, time_table
+from autopar.explain.tables import collectives_table, kinds_table, tables, time_table
 from autopar.explain.units import bytes_text, mfu_text, percent_text, seconds_text
-from autopar.pipeline_plan import PipelinePlan
+from autopar.pipeline_plan import PipelinePlan, StagePlan
 from autopar.plan import Plan
 
 MOST_COMPARED = 5
 """Rows of what was compared beside the tables of a pipeline."""
+MOST_LONGEST = 6
+"""Rows of the longest collectives of a pipeline."""
 TEXT_WIDTH = 160
 """Columns of a report that goes to no terminal."""
 
@@ -37,8 +40,8 @@ def show(
 ) -> None:
     """Print the report to `console` (standard output by default).
 
-    `full` gives each leaf and collective a row, and each stage of a pipeline its own tables. `schedule_grid`: a picture of a
-    pipeline's schedule, printed below its stages.
+    `full` gives each leaf and collective a row, and each group of equal stages of a pipeline its own tables. `schedule_grid`: a
+    picture of a pipeline's schedule, printed below its stages.
     """
     console = console or standard_output()
     if isinstance(plan, PipelinePlan):
@@ -74,16 +77,26 @@ def _show_pipeline(plan: PipelinePlan, console: Console, schedule_grid: str, *, 
     compared = compared_table(plan, full=full, most_rows=MOST_COMPARED)
     stages, transfers = pipeline_tables(plan, full=full)
     memory = memory_table(plan, full=full)
-    _print_tables(console, (time_table(plan), stages, memory, transfers, moved, compared))
+    longest = collectives_table("Longest collectives per step, of all stages", every, most=MOST_LONGEST)
+    layouts = () if full else pipeline_layouts(plan)
+    collectives = (moved,) if full else (moved, longest)
+    _print_tables(console, (time_table(plan), stages, memory, transfers, *layouts, *collectives, compared))
     if schedule_grid:
         console.print()
         console.print(Text(schedule_title(plan, schedule_grid), style="bold"))
         console.print(Text(schedule_grid.rstrip("\n")), no_wrap=True, overflow="ignore", crop=False)
     if full:
-        for stage in plan.stages:
-            console.print()
-            console.print(Text(f"Stage {stage.stage}, mesh {mesh_text(stage.plan)}", style="bold"))
-            _print_tables(console, tables(stage.plan, full=True))
+        for group in groups_in_full(plan):
+            _show_group(console, group)
+
+
+def _show_group(console: Console, group: Sequence[StagePlan]) -> None:
+    """The tables of stages that are alike, once."""
+    named = stages_text([stage.stage for stage in group]).capitalize()
+    each = ", each" if len(group) > 1 else ""
+    console.print()
+    console.print(Text(f"{named}{each}: mesh {mesh_text(group[0].plan)}", style="bold"))
+    _print_tables(console, tables(as_shown(group), full=True, boundary=SENT))
 
 
 def _print_sentences(console: Console, sentences: Iterable[str]) -> None:

@@ -88,14 +88,16 @@ def group_transfers(plan: PipelinePlan) -> list[list[TransferPlan]]:
 
 
 def _looks(stage: StagePlan) -> Hashable:
-    times = (stage.forward_s, stage.backward_s, stage.once_s, stage.plan.compute_s)
-    return stage.node_kind, stage.plan.mesh_shape, stage.plan.axis_names, len(stage.leaves), *map(seconds_text, times)
+    times, here = (stage.forward_s, stage.backward_s, stage.once_s, stage.plan.compute_s), set(stage.leaves)
+    layouts = tuple(sorted((v.shape, v.dtype, v.spec) for v in stage.plan.inputs if v.path in here))
+    mesh = (stage.node_kind, stage.plan.mesh_shape, stage.plan.axis_names)
+    return *mesh, len(here), layouts, *map(seconds_text, times)
 
 
 def brief_stage_table(plan: PipelinePlan) -> Table:
     """The stages in so few columns that they fit a page."""
     peak = "peak per device" if plan.virtual_stages == 1 else "part of its mesh's peak"
-    columns = ("stage", "devices", "logical mesh", "what lives there", "forward", "backward", peak)
+    columns = ("stage", "devices", "mesh", "what lives there", "forward", "backward", peak)
     groups = group_stages(plan)
     table = new_table(_stages_title(groups), *columns, numbers=columns[-3:])
     for group, lives in zip(groups, living(groups), strict=True):
@@ -118,7 +120,13 @@ def _stage_table(plan: PipelinePlan, full: bool) -> Table:
     times = ("forward", "backward", "once per step", "compute per step", "in flight", peak)
     columns = ("stage", "mesh", "devices", "logical mesh", "leaves", "what lives there", *times)
     groups = [[stage] for stage in plan.stages] if full else group_stages(plan)
-    table = new_table(_stages_title(groups), *columns, numbers=("leaves", *times))
+    table = new_table(
+        _stages_title(groups),
+        *columns,
+        numbers=("leaves", *times),
+        aside=("what lives there",),
+        dropped=("mesh", "leaves", "compute per step"),
+    )
     for group, lives in zip(groups, living(groups), strict=True):
         first = group[0]
         meshes = sorted({stage.mesh for stage in group})
@@ -165,11 +173,11 @@ def devices_text(group: Sequence[StagePlan]) -> str:
 def _modules(leaves: Sequence[str]) -> list[str]:
     """Names of the modules that parameters belong to: the first component below `params`, or below the argument."""
     split = [leaf.split("/") for leaf in leaves]
-    below = [names[_start(names) :] for names in split if PARAMETER_WORDS & set(names)]
+    below = [names[module_start(names) :] for names in split if PARAMETER_WORDS & set(names)]
     return list(dict.fromkeys(names[0] for names in below or (names[1:] for names in split) if names))
 
 
-def _start(names: Sequence[str]) -> int:
+def module_start(names: Sequence[str]) -> int:
     """Where the module's name is: behind the last of the leading words for parameters."""
     first = next(i for i, name in enumerate(names) if name in PARAMETER_WORDS)
     return next((i for i in range(first, len(names)) if names[i] not in PARAMETER_WORDS), len(names))

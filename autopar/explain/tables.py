@@ -12,36 +12,55 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from autopar.explain.cell import Cell
-from autopar.explain.figures import KINDS, parts_of, seconds_of
-from autopar.explain.paths import axes_text, layout_text, path_patterns, shape_text, source_text, value_text
+from autopar.explain.figures import moved_text, parts_of, seconds_of
+from autopar.explain.fitted import GAP, Cell, FittedTable
+from autopar.explain.paths import (
+    axes_text,
+    file_of,
+    is_words,
+    layout_text,
+    path_patterns,
+    shape_text,
+    source_text,
+    value_text,
+)
 from autopar.explain.units import bytes_text, seconds_text
+from autopar.layouts.mesh import AXIS_NAMES
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Candidate, CollectivePlan, LiveTensor, Plan, ValuePlan
 
+BOUNDARY = "Batch and outputs"
 MOST_COLLECTIVES = 16
 """So many rows has the table of collectives unless all are asked for."""
 
 
-def tables(plan: Plan, *, full: bool) -> tuple[Table, ...]:
-    """Every table of the report; some may have no rows."""
+def tables(plan: Plan, *, full: bool, boundary: str = BOUNDARY) -> tuple[Table, ...]:
+    """Every table of the report; some may have no rows. `boundary`: the title of the one of the batch and the outputs."""
     return (
         time_table(plan),
-        *layout_tables(plan, full=full),
+        *layout_tables(plan, full=full, boundary=boundary),
         _collectives_table(plan, full),
         peak_table(plan),
         candidates_table(plan),
     )
 
 
-def layout_tables(plan: Plan, *, full: bool = False) -> tuple[Table, Table]:
+def layout_tables(plan: Plan, *, full: bool = False, boundary: str = BOUNDARY) -> tuple[Table, Table]:
     """The layouts of the state, and of the batch, of what other stages send and of the results."""
-    return _state_table(plan, full), _boundary_table(plan, full)
+    return _state_table(plan, full), _boundary_table(plan, full, boundary)
 
 
-def new_table(title: str, *columns: str, numbers: Sequence[str] = ()) -> Table:
-    """An empty table in the style of a report; columns of `numbers` are set to the right."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+def new_table(
+    title: str, *columns: str, numbers: Sequence[str] = (), aside: Sequence[str] = (), dropped: Sequence[str] = ()
+) -> Table:
+    """An empty table in the style of a report; columns of `numbers` are set to the right.
+
+    Where it is wider than the terminal, columns of `aside` have a line of their own, and those of `dropped` are left out in turn.
+    """
+    table = FittedTable(
+        title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, GAP, 0, 0)
+    )
+    table.aside, table.dropped = tuple(aside), tuple(dropped)
     for column in columns:
         table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
     return table
@@ -51,21 +70,33 @@ _VALUE_COLUMNS = ("leaf", "leaves", "shape", "dtype", "layout", "per device")
 
 
 def _value_table(title: str) -> Table:
-    return new_table(title, *_VALUE_COLUMNS, numbers=("leaves", "per device"))
+    return new_table(title, *_VALUE_COLUMNS, numbers=("leaves", "per device"), aside=("leaf",))
 
 
 def _add_values(table: Table, values: Sequence[ValuePlan], full: bool) -> None:
-    """A row per value, or per pattern of paths with equal shape, dtype and layout, in the order of its first path."""
+    """A row per path, or per pattern of paths with equal shape, dtype and layout, in the order of its first path."""
     alike: dict[object, list[ValuePlan]] = {}
-    for number, value in enumerate(values):
-        key = number if full else (value.shape, value.dtype, value.spec, value.bytes_per_device)
+    for value in values:
+        key = (
+            value.path if full or is_words(value.path) else "",
+            value.shape,
+            value.dtype,
+            value.spec,
+            value.bytes_per_device,
+        )
         alike.setdefault(key, []).append(value)
-    order = {value.path: number for number, value in enumerate(values)}
-    rows = [(pattern, group[0]) for group in alike.values() for pattern in path_patterns(v.path for v in group)]
-    for pattern, value in sorted(rows, key=lambda row: order[row[0].first]):
-        size = bytes_text(pattern.count * value.bytes_per_device)
-        cells = (shape_text(value.shape), value.dtype, layout_text(value.spec), size)
-        table.add_row(*map(Cell, (str(pattern), str(pattern.count), *cells)))
+    order = {value.path: number for number, value in reversed(list(enumerate(values)))}
+    rows = [(pattern, group) for group in alike.values() for pattern in path_patterns(v.path for v in group)]
+    for pattern, group in sorted(rows, key=lambda row: order[row[0].first]):
+        value, covered = group[0], set(pattern.paths)
+        number = sum(one.path in covered for one in group)
+        cells = (
+            shape_text(value.shape),
+            value.dtype,
+            layout_text(value.spec),
+            bytes_text(number * value.bytes_per_device),
+        )
+        table.add_row(*map(Cell, (str(pattern), str(number), *cells)))
 
 
 def _state_table(plan: Plan, full: bool) -> Table:
@@ -79,9 +110,9 @@ def _state_table(plan: Plan, full: bool) -> Table:
     return table
 
 
-def _boundary_table(plan: Plan, full: bool) -> Table:
+def _boundary_table(plan: Plan, full: bool, title: str) -> Table:
     """Inputs that are no state, then outputs; a returned state that keeps its layouts is one row."""
-    table = _value_table("Batch and outputs")
+    table = _value_table(title)
     _add_values(table, [value for value in plan.inputs if value.role != "state"], full)
     outputs = list(plan.outputs)
     returned = [] if full else _returned_state(plan)
@@ -114,25 +145,31 @@ def _collectives_table(plan: Plan, full: bool) -> Table:
     return collectives_table("Collectives per step", plan.collectives, full=full)
 
 
-def collectives_table(title: str, collectives: Sequence[CollectivePlan], *, full: bool = False) -> Table:
-    """Collectives with what they take and where they come from; equal ones of one line share a row."""
-    columns = ("kind", "axes", "times", "bytes each", "bytes in all", "predicted", "hidden", "operand", "from")
-    table = new_table(title, *columns, numbers=columns[2:7])
-    groups = group_collectives(collectives, full=full)
-    shown = groups if full or len(groups) <= MOST_COLLECTIVES + 1 else longest_first(groups)[:MOST_COLLECTIVES]
+def collectives_table(
+    title: str, collectives: Sequence[CollectivePlan], *, full: bool = False, most: int = MOST_COLLECTIVES
+) -> Table:
+    """Collectives with what they take and where they come from, the longest first; equal ones of one line share a row.
+
+    `full` gives each a row, with its algorithm and its slowest link; else `most` have one.
+    """
+    links = ("algorithm", "link") if full else ()
+    columns = ("kind", "axes", "times", "bytes each", "bytes in all", "predicted", "hidden", *links, "operand", "from")
+    table = new_table(
+        title, *columns, numbers=columns[2:7], aside=("operand", "from", *links), dropped=("bytes in all", "hidden")
+    )
+    groups = longest_first(group_collectives(collectives, full=full))
+    shown = groups if full or len(groups) <= most + 1 else groups[:most]
     for group in shown:
-        table.add_row(*map(Cell, _collective_cells(group)))
+        table.add_row(*map(Cell, _collective_cells(group, with_links=full)))
     if len(shown) < len(groups):
-        rest = [item for group in longest_first(groups)[len(shown) :] for item in group]
-        cells = _collective_cells(rest)
-        table.add_row(
-            *map(Cell, (f"{len(groups) - len(shown)} more", "", cells[2], "", *cells[4:7], "", "each takes less"))
-        )
+        cells = _collective_cells([item for group in groups[len(shown) :] for item in group])
+        more = f"{len(groups) - len(shown)} more"
+        table.add_row(*map(Cell, (more, "", cells[2], "", *cells[4:7], "", "each takes less")))
     if collectives:
         table.add_section()
         times, size, seconds, hidden_s = _totals(collectives)
         sums = (f"{times:,.0f}", "", bytes_text(size), seconds_text(seconds), hidden_text(hidden_s))
-        table.add_row(*map(Cell, ("all", "", *sums, "", "")))
+        table.add_row(*map(Cell, ("all", "", *sums, *("" for _ in columns[7:]))))
     return table
 
 
@@ -151,10 +188,12 @@ def links_table(collectives: Sequence[CollectivePlan]) -> Table:
         "waited for",
         "from",
     )
-    table = new_table("Collectives per step", *columns, numbers=columns[5:10])
+    table = new_table(
+        "Collectives per step", *columns, numbers=columns[5:10], aside=("for", "algorithm", "link", "from")
+    )
     for group in longest_first(group_collectives(collectives)):
         first, (times, _, seconds, hidden_s) = group[0], _totals(group)
-        words = (first.kind, axes_text(first.axes), KINDS[first.overlap], first.algorithm or "-", first.link or "-")
+        words = (first.kind, axes_text(first.axes), moved_text(group), first.algorithm or "-", first.link or "-")
         sums = (f"{times:,.0f}", bytes_text(first.bytes), seconds_text(seconds), hidden_text(hidden_s))
         where = where_text([item.scope for item in group], first.source)
         table.add_row(*map(Cell, (*words, *sums, seconds_text(seconds - hidden_s), where)))
@@ -180,7 +219,7 @@ def kinds_table(title: str, collectives: Sequence[CollectivePlan]) -> Table:
     for group in longest_first(list(alike.values())):
         first, (times, size, seconds, hidden_s) = group[0], _totals(group)
         sums = (f"{times:,.0f}", bytes_text(size), seconds_text(seconds), hidden_text(hidden_s))
-        table.add_row(*map(Cell, (first.kind, axes_text(first.axes), KINDS[first.overlap], *sums)))
+        table.add_row(*map(Cell, (first.kind, axes_text(first.axes), moved_text(group), *sums)))
     if collectives:
         table.add_section()
         times, size, seconds, hidden_s = _totals(collectives)
@@ -198,12 +237,17 @@ def group_collectives(collectives: Sequence[CollectivePlan], *, full: bool = Fal
 
 
 def where_text(scopes: Sequence[str], source: str) -> str:
-    """The modules of operations and the line of the program; the line with its function where no module is named."""
+    """The modules of operations and the line of the program; the line with its function where no module is named.
+
+    A file that is neither below the current folder nor a package's is told by its name alone.
+    """
+    line = source_text(source)
+    line = file_of(line) if line.startswith("/") else line
     named = [str(pattern) for pattern in path_patterns(scope for scope in scopes if scope)]
     if not named:
-        return source_text(source)
+        return line
     more = f", and {len(named) - 2} more" if len(named) > 2 else ""
-    line = re.sub(r":(\d+)(:\d+)? \(.*\)$", r":\1", source_text(source))
+    line = re.sub(r":(\d+)(:\d+)? \(.*\)$", r":\1", line)
     return f"{', '.join(named[:2])}{more}, {line}" if line else f"{', '.join(named[:2])}{more}"
 
 
@@ -221,28 +265,38 @@ def _totals(collectives: Sequence[CollectivePlan]) -> tuple[float, float, float,
     )
 
 
-def _collective_cells(group: Sequence[CollectivePlan]) -> tuple[str, ...]:
+def _collective_cells(group: Sequence[CollectivePlan], *, with_links: bool = False) -> tuple[str, ...]:
     times, size, seconds, hidden_s = _totals(group)
     first = group[0]
     sums = (f"{times:,.0f}", bytes_text(first.bytes), bytes_text(size), seconds_text(seconds), hidden_text(hidden_s))
     operands = list(dict.fromkeys(item.operand for item in group))
     more = f", and {len(operands) - 2} more" if len(operands) > 2 else ""
     where = where_text([item.scope for item in group], first.source)
-    return (first.kind, axes_text(first.axes), *sums, ", ".join(operands[:2]) + more, where)
+    links = (first.algorithm or "-", first.link or "-") if with_links else ()
+    return (first.kind, axes_text(first.axes), *sums, *links, ", ".join(operands[:2]) + more, where)
 
 
 def peak_table(plan: Plan) -> Table:
     """Tensors alive at the peak, those of equal name and shape in one row, the largest first."""
     columns = ("value", "times", "shape", "dtype", "each per device", "from")
     names = columns if any(tensor.scope for tensor in plan.peak_tensors) else columns[:-1]
-    table = new_table(_peak_title(len(plan.peak_tensors)), *names, numbers=("times", "each per device"))
+    table = new_table(
+        _peak_title(len(plan.peak_tensors)), *names, numbers=("times", "each per device"), aside=("from",)
+    )
+    for cells in peak_rows(plan):
+        table.add_row(*map(Cell, cells[: len(names)]))
+    return table
+
+
+def peak_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """Tensors alive at the peak: what they are, how many, shape, dtype, bytes of each, modules."""
+    rows: list[tuple[str, ...]] = []
     for group in group_tensors(plan.peak_tensors):
         first = group[0]
         what, size = value_text(first.name, first.shape), bytes_text(first.bytes_per_device)
-        cells = (what, str(len(group)), shape_text(first.shape), first.dtype, size)
         where = ", ".join(map(str, path_patterns(tensor.scope for tensor in group if tensor.scope)))
-        table.add_row(*map(Cell, (*cells, where)[: len(names)]))
-    return table
+        rows.append((what, str(len(group)), shape_text(first.shape), first.dtype, size, where))
+    return rows
 
 
 def _peak_title(number: int) -> str:
@@ -285,7 +339,9 @@ def candidates_table(plan: Plan) -> Table:
     table = new_table("Meshes compared", "mesh", "predicted step", "", numbers=("predicted step",))
     for candidate in plan.candidates:
         step = _candidate_text(candidate)
-        table.add_row(*map(Cell, (shape_text(candidate.mesh_shape), step, _candidate_verdict(candidate, plan))))
+        table.add_row(
+            *map(Cell, (_mesh_text(candidate.mesh_shape, plan.axis_names), step, _candidate_verdict(candidate, plan)))
+        )
     return table
 
 
@@ -300,3 +356,11 @@ def _candidate_verdict(candidate: Candidate, plan: Plan) -> str:
         return f"could save at most {1 - seconds / plan.step_s:.1%}: left, as its search would take longer than that is worth"
     at_least = "at least " if candidate.step_s is None else ""
     return f"{at_least}{seconds / plan.step_s - 1:.1%} slower"
+
+
+def _mesh_text(shape: Sequence[int], names: Sequence[str]) -> str:
+    """A mesh that was compared: x=2, y=4; its sizes alone where no name of an axis is known."""
+    known = names if len(names) >= len(shape) else AXIS_NAMES if tuple(names) == AXIS_NAMES[: len(names)] else ()
+    if not known:
+        return shape_text(shape)
+    return ", ".join(f"{name}={size}" for name, size in zip(known, shape, strict=False))

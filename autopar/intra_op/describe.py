@@ -23,6 +23,7 @@ from autopar.intra_op.lowering.assignment import Assignment
 from autopar.intra_op.lowering.named_strategies import name_strategies
 from autopar.intra_op.lowering.planned_moves import PlannedMove, planned_moves
 from autopar.intra_op.memory.model import MemoryModel, Resident
+from autopar.intra_op.named_origin import Origins
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.moves import LOCAL_KINDS
 from autopar.plan import WITHIN, CollectivePlan, LiveTensor, Plan, RegisteredRule, ValuePlan
@@ -164,6 +165,7 @@ def collectives_of(
 ) -> tuple[tuple[CollectivePlan, ...], float]:
     """(collectives in program order, seconds of changes of layout without communication)."""
     plans, local_s, needs, names = [], 0.0, find_needs(traced), _leaf_names(traced)
+    origins = Origins(traced.program)
     for planned in planned_moves(assignment):
         shape, itemsize = tuple(planned.aval.shape), itemsize_of(planned.aval)
         each = graph.spaces.network.seconds(planned.move, shape, itemsize)
@@ -177,10 +179,10 @@ def collectives_of(
                     bytes=planned.move.payload(shape, graph.mesh) * itemsize,
                     count=planned.trips,
                     operand=f"{planned.aval.dtype}[{','.join(map(str, shape))}]",
-                    source=source_line(planned.equation) if planned.equation is not None else "output",
+                    source=_line_of(planned, origins),
                     predicted_s=each,
                     overlap=kind_of(needs.of(planned.atom), planned.move.kind),
-                    scope=_name_of(planned, names),
+                    scope=_name_of(planned, names, origins),
                     is_transposed=graph.spaces.network.is_transposed(planned.move, shape),
                 )
             )
@@ -200,11 +202,18 @@ def _leaf_names(traced: TracedStep) -> dict[Atom, str]:
     return names
 
 
-def _name_of(planned: PlannedMove, names: Mapping[Atom, str]) -> str:
-    """The leaf that a move brings elsewhere, or the module that asks for it."""
+def _name_of(planned: PlannedMove, names: Mapping[Atom, str], origins: Origins) -> str:
+    """The leaf that a move brings elsewhere, or the module that asks for it, or the one nearest to what asks."""
     if isinstance(planned.atom, Var) and planned.atom in names:
         return names[planned.atom]
-    return "" if planned.equation is None else module_path(planned.equation)
+    return "" if planned.equation is None else module_path(origins.of(planned.equation))
+
+
+def _line_of(planned: PlannedMove, origins: Origins) -> str:
+    """The line of the operation that asks for a move, or of the one that names its module."""
+    if planned.equation is None:
+        return "output"
+    return source_line(planned.equation) or source_line(origins.of(planned.equation))
 
 
 def exchanges_of(graph: StrategyGraph, numbers: Sequence[int]) -> tuple[tuple[CollectivePlan, ...], float]:

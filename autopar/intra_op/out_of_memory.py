@@ -9,11 +9,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from autopar.errors import ConstraintError, OutOfMemoryError
-from autopar.explain.paths import value_text
+from autopar.explain.paths import path_patterns, value_text
 from autopar.explain.units import bytes_text
 from autopar.intra_op.memory.model import Resident
 from autopar.intra_op.memory.tuning import TUNING
@@ -113,12 +112,16 @@ def _devices_text(devices: int) -> str:
 
 
 def _largest(tensors: Sequence[Resident]) -> Iterator[tuple[str, str]]:
-    """Sizes and names of the tensors that take most, equal ones together with their number."""
-    alike = Counter((t.bytes, value_text(t.name, t.shape), t.dtype, t.shape) for t in tensors)
-    by_bytes = sorted(alike.items(), key=lambda one: -one[0][0] * one[1])
-    for (size, name, dtype, shape), number in by_bytes[:_LISTED]:
-        times = f"{number} x " if number > 1 else ""
-        yield f"{times}{bytes_text(size)}", f"{name}  {dtype}{list(shape)}"
+    """Sizes and names of the tensors that take most, equal ones together with their number, and their modules."""
+    alike: dict[tuple[int, str, str, tuple[int, ...]], list[str]] = {}
+    for t in tensors:
+        alike.setdefault((t.bytes, value_text(t.name, t.shape), t.dtype, t.shape), []).append(t.scope)
+    by_bytes = sorted(alike.items(), key=lambda one: -one[0][0] * len(one[1]))
+    for (size, name, dtype, shape), scopes in by_bytes[:_LISTED]:
+        times = f"{len(scopes)} x " if len(scopes) > 1 else ""
+        modules = ", ".join(map(str, path_patterns(scope for scope in scopes if scope)[:2]))
+        where = f"  {modules}" if modules else ""
+        yield f"{times}{bytes_text(size)}", f"{name}  {dtype}{list(shape)}{where}"
 
 
 def _what_is_known(tried: Sequence[int], is_settled: bool) -> str:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from autopar.explain.report import TEXT_WIDTH
+from autopar.explain.report import standard_output
 from autopar.explain.tables import new_table
 from autopar.explain.units import bytes_text, seconds_text
 from autopar.recording.compare import ComparedPart, Comparison, compare
@@ -30,7 +30,7 @@ MOST_LETTERS = 48
 
 
 def page(recorded: Recorded) -> str:
-    """All that is to be said of a recording, in at most 40 lines."""
+    """All that is to be said of a recording, in at most 40 lines of 120 columns, as wide as the terminal."""
     return _text(
         [comparison_table(compare(recorded), most=MOST_PARTS), operations_table(recorded)], sentences(recorded)
     )
@@ -72,6 +72,7 @@ def operations_table(recorded: Recorded, *, most: int = MOST_OPERATIONS) -> Tabl
         "bytes",
         "from",
         numbers=("times", "seconds of a device", "bytes"),
+        aside=("from",),
     )
     total: dict[str, list[float]] = {}
     times: collections.Counter[str] = collections.Counter()
@@ -126,7 +127,7 @@ def _seconds(seconds: float | None) -> str:
 
 def _text(tables: Sequence[Table], said: Iterator[str] | Sequence[str]) -> str:
     stream = io.StringIO()
-    console = Console(file=stream, width=TEXT_WIDTH, color_system=None)
+    console = Console(file=stream, width=standard_output().width, color_system=None)
     first = True
     for sentence in said:
         console.print(Text(sentence if first else f"- {sentence}"))

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from autopar.errors import ArgumentError
-from autopar.explain.report import TEXT_WIDTH
+from autopar.explain.report import standard_output
 from autopar.explain.units import seconds_text
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
@@ -27,8 +27,10 @@ LETTERS = {
     "epilogue": "U",
 }
 """What stands for each kind of task."""
-_WIDTH = TEXT_WIDTH - 24
-"""Characters of a step's picture."""
+_HEAD = 24
+"""Characters in front of a line of the picture, and one behind it."""
+_LEAST_WIDTH = 20
+"""Moments of a picture, however narrow the terminal is."""
 _WAITS = "."
 
 
@@ -51,18 +53,18 @@ def measured_text(plan: Plan | PipelinePlan, recorded: Recorded) -> str:
 
 
 def _pictures(plan: PipelinePlan, recorded: Recorded) -> Iterator[str]:
-    call = recorded.detailed[0]
+    call, width = recorded.detailed[0], max(_LEAST_WIDTH, standard_output().width - _HEAD)
     predicted = predicted_spans(plan)
     measured = [span for span in recorded.spans if span.call == call and span.kind in LETTERS]
     until_s = max(span.end_s for span in (*predicted, *measured))
     yield (
         "The pipeline: F forward, B backward, W weight gradient, U once per step, . waits; a character is "
-        f"{seconds_text(until_s / _WIDTH)}"
+        f"{seconds_text(until_s / width)}"
     )
     for name, spans in (("predicted", predicted), ("measured", measured)):
         for mesh in sorted({span.mesh for span in spans}):
             row = [span for span in spans if span.mesh == mesh]
-            yield f"{name:<9} mesh {mesh:<3} | {draw_row(row, until_s, _WIDTH)}"
+            yield f"{name:<9} mesh {mesh:<3} | {draw_row(row, until_s, width)}"
 
 
 def draw_row(spans: Sequence[RecordedSpan], until_s: float, width: int) -> str:

@@ -1,6 +1,6 @@
 """A plan as a line, as a page and as the full report of a terminal.
 
-In: a plan. Out: text, or text on a console. What can go wrong: a schedule that is too wide for a line; its picture is left out.
+In: a plan. Out: text, or text on a console. What can go wrong: a schedule that is too wide for a line; a sentence tells how wide.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from autopar.explain import page as pages
 from autopar.explain import report
-from autopar.explain.report import TEXT_WIDTH
+from autopar.explain.figures import meshes_of, node_size
 from autopar.explain.verified import headline, verified_table
 from autopar.files.whole_file import save
 from autopar.inter_op.pipeline_seconds import schedule_of
@@ -30,6 +31,8 @@ from autopar.verification import Verification
 if TYPE_CHECKING:
     from autopar.reports.html.contents import Section
 
+MOST_DRAWN = 500
+"""Microbatches of a schedule that is drawn as text."""
 _LONGEST_BACKWARD = 3
 """Columns of the picture that a backward may take."""
 
@@ -54,9 +57,15 @@ def page(plan: Plan | PipelinePlan) -> str:
 
 
 def show(plan: Plan | PipelinePlan, console: Console | None = None, *, full: bool = False) -> None:
-    """Print the full report; of a pipeline with a picture of its schedule, if that is not too wide."""
+    """Print the full report; of a pipeline with a picture of its schedule, or what it needs if that is too wide."""
+    console = console or report.standard_output()
     picture = draw_schedule(plan) if isinstance(plan, PipelinePlan) else ""
-    report.show(plan, console, full=full, schedule_grid=picture)
+    columns = max(map(len, picture.splitlines()), default=0)
+    fits = columns <= console.width
+    report.show(plan, console, full=full, schedule_grid=picture if fits else "")
+    if isinstance(plan, PipelinePlan) and not (picture and fits):
+        needs = f"needs {columns} columns, which is wider than this" if picture else "is too wide for a terminal"
+        console.print(Text(f"\nThe picture of the schedule {needs}; the HTML report draws it."))
 
 
 def say(text: str) -> None:
@@ -123,15 +132,23 @@ def notebook(plan: Plan | PipelinePlan) -> str | None:
 
 
 def draw_schedule(plan: PipelinePlan) -> str:
-    """Draw the schedule, a forward as one column and the rest in proportion; nothing if a line would be too long."""
-    if plan.num_microbatches > TEXT_WIDTH:
+    """Draw the schedule, a forward as one column and the rest in proportion, below the nodes that meshes begin on, if known.
+
+    Nothing of more than `MOST_DRAWN` microbatches.
+    """
+    if plan.num_microbatches > MOST_DRAWN:
         return ""
     schedule = schedule_of(plan)
     columns = dict.fromkeys(schedule.kinds, 1)
     if "backward" in columns:
         columns["backward"] = _backward_columns(plan)
-    picture = draw_grid(schedule, columns)
-    return picture if max(map(len, picture.splitlines())) <= TEXT_WIDTH else ""
+    lines = draw_grid(schedule, columns).splitlines()
+    size = node_size(plan)
+    if size is not None:
+        firsts = [stages[0].first_device // size for stages in meshes_of(plan).values()]
+        heads = [[f"node {node}"] if n == 0 or node != firsts[n - 1] else [] for n, node in enumerate(firsts)]
+        lines = [line for head, row in zip(heads, lines, strict=True) for line in (*head, row)]
+    return "\n".join(lines) + "\n"
 
 
 def _backward_columns(plan: PipelinePlan) -> int:

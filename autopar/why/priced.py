@@ -17,7 +17,8 @@ from rich.text import Text
 
 from autopar.decide import decide
 from autopar.errors import AutoparError, AutoparWarning, OutOfMemoryError, PlanError
-from autopar.explain.report import TEXT_WIDTH
+from autopar.explain.report import standard_output
+from autopar.explain.stages import mesh_text
 from autopar.explain.tables import new_table
 from autopar.explain.units import bytes_text, seconds_text
 from autopar.pipeline_plan import PipelinePlan
@@ -77,10 +78,9 @@ def asked_of(asked: tuple[object, object] | None) -> tuple[Settings, TracedStep]
 
 def words_of(plan: Plan | PipelinePlan) -> str:
     """A plan in a few words: its mesh or stages, microbatches, what is recomputed."""
-    if isinstance(plan, PipelinePlan):
-        where = f"{plan.num_stages} stages, {plan.schedule}"
-    else:
-        where = f"mesh {'x'.join(map(str, plan.mesh_shape))}"
+    where = (
+        f"{plan.num_stages} stages, {plan.schedule}" if isinstance(plan, PipelinePlan) else f"mesh {mesh_text(plan)}"
+    )
     cut = f", {plan.num_microbatches} microbatches" if plan.num_microbatches > 1 else ""
     early = "; the search ended early" if plan.ended_early else ""
     return f"{where}{cut}{', recomputes' if plan.recompute else ''}{early}"
@@ -88,7 +88,7 @@ def words_of(plan: Plan | PipelinePlan) -> str:
 
 def priced_table(title: str, plan: Plan | PipelinePlan, rows: Sequence[PricedPlan], *, this: str) -> Table:
     """The rows as a table, below that of the plan itself, which is called `this`."""
-    table = new_table(title, "", "step", "against this plan", "peak", "how", numbers=("step", "peak"))
+    table = new_table(title, "", "step", "against this plan", "peak", "how", numbers=("step", "peak"), aside=("how",))
     table.add_row(*map(Text, (this, seconds_text(plan.step_s), "", bytes_text(plan.peak_bytes), words_of(plan))))
     for row in rows:
         if row.step_s is None or row.peak_bytes is None:
@@ -100,9 +100,9 @@ def priced_table(title: str, plan: Plan | PipelinePlan, rows: Sequence[PricedPla
 
 
 def table_text(table: Table) -> str:
-    """A table as text."""
+    """A table as text that fits the terminal."""
     stream = io.StringIO()
-    Console(file=stream, width=TEXT_WIDTH, color_system=None).print(table)
+    Console(file=stream, width=standard_output().width, color_system=None).print(table)
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
 
 

@@ -7,14 +7,11 @@ that a plan of a file could answer; PlanError says what to do.
 from __future__ import annotations
 
 import dataclasses
-import io
 
-from rich.console import Console
 from rich.text import Text
 
 from autopar.errors import OutOfMemoryError, PlanError
 from autopar.explain.paths import layout_text, path_patterns, shape_text
-from autopar.explain.report import TEXT_WIDTH
 from autopar.explain.tables import new_table
 from autopar.explain.units import bytes_text, seconds_text
 from autopar.pipeline_plan import PipelinePlan
@@ -24,7 +21,7 @@ from autopar.settings import Settings
 from autopar.why.conflict import BUDGET_S, Conflict, Relaxation, find_conflict
 from autopar.why.deadline import Deadline
 from autopar.why.leaf import LayoutPrice, LeafAnswer, why_leaf
-from autopar.why.priced import FROM_A_FILE
+from autopar.why.priced import FROM_A_FILE, table_text
 from autopar.why.question import Question
 
 
@@ -102,14 +99,12 @@ def conflict_text(conflict: Conflict) -> str:
         lines += [f"The state alone takes {spread}; gradients, activations and temporaries come on top."]
     if conflict.tensors:
         lines += ["The largest tensors that are alive together:", *(f"  {tensor}" for tensor in conflict.tensors)]
-    table = new_table("What would do, tried", "instead", "step", "peak", numbers=("step", "peak"))
+    table = new_table("What would do, tried", "instead", "step", "peak", numbers=("step", "peak"), aside=("instead",))
     for one in conflict.relaxations:
         figures = (_without_plan(one), "") if one.step_s is None else _figures(one.step_s, one.peak_bytes)
         early = "; the search ended early" if one.ended_early else ""
         table.add_row(*map(Text, (one.words + early, *figures)))
-    stream = io.StringIO()
-    Console(file=stream, width=TEXT_WIDTH, color_system=None).print(table)
-    lines += ["", *(line.rstrip() for line in stream.getvalue().splitlines())]
+    lines += ["", *table_text(table).splitlines()]
     if not all(one.is_tried for one in conflict.relaxations):
         more = (
             "would try what there was no time for" if conflict.is_settled else "may find a plan, and would try the rest"
@@ -134,17 +129,14 @@ def leaf_text(answer: LeafAnswer) -> str:
         f"{bytes_text(leaf.bytes_per_device)} per device",
         f"What decides: {answer.decides}.",
     ]
-    table = new_table(
-        "The layouts it could have", "layout", "step", "more", "peak", "what it adds", numbers=("step", "more", "peak")
-    )
+    columns = ("layout", "step", "more", "peak", "what it adds")
+    table = new_table("The layouts it could have", *columns, numbers=columns[1:4], aside=columns[4:])
     figures = (seconds_text(answer.step_s), "", bytes_text(answer.peak_bytes))
     table.add_row(*map(Text, (layout_text(leaf.spec), *figures, "chosen")))
     for other in answer.others:
         table.add_row(*map(Text, _cells(other, answer)))
-    stream = io.StringIO()
-    Console(file=stream, width=TEXT_WIDTH, color_system=None).print(table)
     more = f"{answer.not_tried} more layouts were not tried" if answer.not_tried else ""
-    return "\n".join([*lines, "", *(line.rstrip() for line in stream.getvalue().splitlines()), *filter(None, [more])])
+    return "\n".join([*lines, "", *table_text(table).splitlines(), *filter(None, [more])])
 
 
 def _cells(other: LayoutPrice, answer: LeafAnswer) -> tuple[str, ...]:

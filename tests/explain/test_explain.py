@@ -231,15 +231,33 @@ def test_the_largest_tensors_at_the_peak_come_first():
 def test_compared_meshes_tell_the_chosen_one_and_those_that_do_not_fit():
     meshes = (Candidate((8,), None), Candidate((2, 4), 0.15), Candidate((4, 2), 0.3), Candidate((2, 2, 2), None, 0.2))
     rows = rows_of(explain(plan_of(BATCH, candidates=meshes)), "Meshes compared")
-    assert rows[:2] == [["(8,)", "does not fit the memory"], ["(2, 4)", "150 ms", "chosen"]]
+    assert rows[:2] == [["x=8", "does not fit the memory"], ["x=2, y=4", "150 ms", "chosen"]]
     assert rows[2:] == [
-        ["(4, 2)", "300 ms", "100.0% slower"],
-        ["(2, 2, 2)", "at least 200 ms", "at least 33.3% slower"],
+        ["x=4, y=2", "300 ms", "100.0% slower"],
+        ["x=2, y=2, z=2", "at least 200 ms", "at least 33.3% slower"],
     ]
     left = explain(plan_of(BATCH, candidates=(*meshes[:2], Candidate((2, 2, 2), None, 0.12))))
     assert "could save at most 20.0%: left, as its search would take longer than that is worth" in " ".join(
         left.split()
     )
+    named = plan_of(BATCH, candidates=meshes[-1:], axis_names=("data", "model"))
+    assert rows_of(explain(named), "Meshes compared") == [["(2, 2, 2)", "at least 200 ms", "at least 33.3% slower"]], (
+        "no name of the third is known"
+    )
+
+
+def test_collectives_come_by_their_seconds_and_in_full_with_algorithm_and_link():
+    some = [
+        dataclasses.replace(
+            collective("all-reduce", "x", source=f"m.py:{n}"), predicted_s=seconds, algorithm="ring", link="NVLink"
+        )
+        for n, seconds in enumerate((1e-3, 4e-3, 2e-3))
+    ]
+    plan = plan_of(BATCH, collectives=tuple(some))
+    for full in (False, True):
+        rows = rows_of(explain(plan, full=full), "Collectives per step")
+        assert [row[-1] for row in rows[:-1]] == ["m.py:1", "m.py:2", "m.py:0"]
+        assert (rows[0][7:9] == ["ring", "NVLink"]) == full
 
 
 def test_tables_without_rows_are_left_out():
@@ -295,3 +313,12 @@ def test_the_parts_of_a_step_are_the_same_in_header_tables_and_simulation():
     assert sum(kind.planned_s for kind in priced.communication) == pytest.approx(plan.comm_s)
     header = explain(plan).splitlines()[1]
     assert f"{seconds_text(plan.compute_s)} compute + {seconds_text(plan.comm_s)} communication" in header
+
+
+def test_a_mask_that_depends_on_no_example_is_no_weight():
+    mask = dataclasses.replace(collective("all-gather", "x", operand="bool[16,64]"), overlap="zero3")
+    weight = dataclasses.replace(mask, operand="float32[16,64]")
+    for some, said in (((mask,), "random bits"), ((weight,), "weights"), ((weight, mask), "weights, random bits")):
+        hidden = plan_of(BATCH, collectives=some, hidden_s=0.0)
+        rows = rows_of(explain(hidden), "Time of the step")
+        assert [row[0] for row in rows if row[0].startswith("communication")] == [f"communication: {said}"]

@@ -163,7 +163,7 @@ def test_sixteen_equal_stages_are_a_row_and_fit_sixty_lines():
     assert len(rows_of(explain(plan, full=True), "Stages (forward and backward per microbatch)")) == 16
 
 
-def test_eight_stages_of_unequal_layers_fit_sixty_lines_with_the_picture_of_their_schedule():
+def test_eight_stages_of_unequal_layers_fit_two_pages_with_the_picture_of_their_schedule():
     counts = (4, 5, 6, 7, 8, 5, 6, 7)
     stages = [
         stage_of(
@@ -190,7 +190,7 @@ def test_eight_stages_of_unequal_layers_fit_sixty_lines_with_the_picture_of_thei
         for n, m in [(n, n + 1) if one.source < one.target else (n + 1, n) for n in range(7)]
     )
     text = explain(pipeline_of(*stages, transfers=sent, num_microbatches=16), schedule_grid="mesh 0 | F0\n" * 8)
-    assert text.count("\n") <= 60
+    assert text.count("\n") <= 80
     assert len(rows_of(text, "Stages (forward and backward per microbatch)")) == 8
     assert "- stages 0 to 7: collectives over x: 4 to 8 all-reduce, 4.0 KiB to 8.0 KiB" in text
     assert [row[0] for row in rows_of(text, f"{TITLE} ({RANGES})")] == ["0", "1 to 7"]

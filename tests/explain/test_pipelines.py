@@ -5,6 +5,7 @@ import math
 
 from autopar.explain import explain
 from autopar.explain.stages import devices_text
+from autopar.explain.units import seconds_text
 from autopar.pipeline_plan import PipelinePlan, StagePlan, TransferPlan
 from autopar.plan import ValuePlan
 from tests.plan_examples import (
@@ -219,10 +220,10 @@ def test_leaves_that_a_stage_reads_of_other_meshes_are_told_and_are_not_its_para
 def test_full_adds_the_tables_of_each_stage():
     plan = pipeline_of(*two_stages())
     text = explain(plan, full=True)
-    first, second = text.split("\nStage 0, mesh x=2, y=4\n")[1].split("\nStage 1, mesh x=2, y=4\n")
+    first, second = text.split("\nStage 0: mesh x=2, y=4\n")[1].split("\nStage 1: mesh x=2, y=4\n")
     assert [row[0] for row in rows_of(first, "Parameters and state")] == [LAYER.format(0), LAYER.format(1), "all"]
     assert [row[0] for row in rows_of(second, "Parameters and state")][-2:] == [NORM, "all"]
-    assert "Parameters and state" not in explain(plan)
+    assert "\nParameters and state\n" not in explain(plan), "one table holds those of all stages"
 
 
 def test_a_picture_of_the_schedule_is_printed_as_it_is_given():
@@ -244,3 +245,16 @@ def test_the_letters_in_a_picture_of_the_schedule_are_explained():
 def test_microbatches_on_one_mesh_are_told():
     assert "(8 devices) on cluster cpu, in 4 microbatches\n" in explain(plan_of(BATCH, num_microbatches=4))
     assert "microbatches" not in explain(plan_of(BATCH))
+
+
+def test_the_stages_between_which_microbatches_go_from_node_to_node_are_told():
+    stages = tuple(stage_of(n, mesh_shape=(2, 2)) for n in range(4))
+    sent = [dataclasses.replace(TRANSFERS[0], source=n, target=n + 1, what="forward") for n in range(3)]
+    sent[1] = dataclasses.replace(sent[1], predicted_s=20e-3)
+    plan = pipeline_of(*stages, transfers=tuple(sent), cluster="p3.16xlarge")
+    said = (
+        "- the devices are 2 nodes of 8: from stage 1 to 2 activations go from node to node, which takes 20.0 ms each time, and "
+        f"within one {seconds_text(TRANSFERS[0].predicted_s)}\n"
+    )
+    assert said in explain(plan)
+    assert "node to node" not in explain(dataclasses.replace(plan, cluster="a file of mine"))

@@ -15,6 +15,7 @@ from autopar.explain.figures import figures_of
 from autopar.explain.units import bytes_text, seconds_text
 from autopar.reports.html import charts
 from autopar.reports.html import page as pages
+from autopar.reports.report import draw_schedule
 from tests.explain.test_pipelines import TRANSFERS, pipeline_of, stage_of
 from tests.plan_examples import BATCH, collective, layer_stack, plan_of
 
@@ -216,3 +217,20 @@ def test_a_limit_above_the_peak_is_within_the_picture(factor):
     text = charts.area("memory", [2**33, 2**34], limit=int(factor * 2**34))
     assert text.count(">limit<") == (2 if factor < 3 else 0)
     assert text.count("% of the step") == 2
+
+
+def test_a_wide_clock_says_that_it_scrolls_and_devices_of_several_nodes_lie_apart():
+    plan = dataclasses.replace(in_stages(2), cluster="p3.16xlarge")
+    text = pages.page(plan)
+    assert '<div class="scrolled gantt">' in text
+    assert ".gantt::before { content:" in text
+    assert re.findall(r"<i>(node \d)</i>", text) == ["node 0", "node 1"]
+    assert ">9 x0 y1</span>" in text, "the place of device 9 along the axes of its mesh"
+    assert "<i>node" not in pages.page(in_stages(1)), "the nodes of this machine are not known to differ"
+
+
+def test_the_picture_of_a_schedule_in_a_terminal_says_where_nodes_begin():
+    plan = dataclasses.replace(in_stages(2), cluster="p3.16xlarge", num_microbatches=2)
+    heads = [line.partition(" |")[0] for line in draw_schedule(plan).splitlines()]
+    assert heads == ["node 0", "mesh 0", "node 1", "mesh 1"]
+    assert "node" not in draw_schedule(dataclasses.replace(plan, cluster="a file of mine"))

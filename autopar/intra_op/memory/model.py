@@ -31,6 +31,7 @@ from autopar.intra_op.memory.compilers import XLA_CPU, Compiler
 from autopar.intra_op.memory.device_operations import Value
 from autopar.intra_op.memory.device_program import DeviceProgram, device_program
 from autopar.intra_op.memory.footprint import Footprint, footprint_of
+from autopar.intra_op.memory.nearest_scope import nearest_scopes
 from autopar.intra_op.memory.rows import rows_of, totals_of
 from autopar.intra_op.memory.tuning import TUNING, Tuning
 from autopar.intra_op.xla_cpu.table import Making, can_move_sums, making_of
@@ -38,6 +39,9 @@ from autopar.program.loops import Filled, Goes, LoopEquation
 from autopar.program.program import Atom, Equation, Program
 from autopar.rules.table import entry_for
 from autopar.solver.problem import MemoryRow
+
+_NAMED = 128
+"""So many of the largest tensors at the peak are told by a module, their own or the nearest."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -262,14 +266,21 @@ class MemoryModel:
         alive = [(v, True) for v in self._kept(program)]
         alive += [(b.value, False) for b in buffers if b.first <= worst <= b.last]
         copied = {one.copy.value for one in footprint.lent if one.copy is not None}
-        tensors = [
-            Resident(name=name, shape=v.shape, dtype=v.dtype, bytes=sizes[n], is_kept=is_kept, scope=v.scope)
+        named = [
+            (n, is_kept, name if is_kept or n not in copied else f"copy of {name}")
             for n, is_kept in alive
-            for v in (program.values[n],)
-            for name in (v.name if is_kept or n not in copied else f"copy of {v.name}",)
+            for name in (program.values[n].name,)
         ]
-        largest_first = tuple(sorted(tensors, key=lambda r: (-r.bytes, r.name)))
-        return _Peak(bytes=sum(t.bytes for t in tensors), tensors=largest_first, totals=totals)
+        largest_first = sorted(named, key=lambda one: (-sizes[one[0]], one[2]))
+        scopes = nearest_scopes(program.block, program.values, [n for n, _, _ in largest_first[:_NAMED]])
+        tensors = tuple(
+            Resident(
+                name=name, shape=v.shape, dtype=v.dtype, bytes=sizes[n], is_kept=is_kept, scope=scopes.get(n, v.scope)
+            )
+            for n, is_kept, name in largest_first
+            for v in (program.values[n],)
+        )
+        return _Peak(bytes=sum(t.bytes for t in tensors), tensors=tensors, totals=totals)
 
 
 def sure_buffers(program: Program, there: Set[Var]) -> list[list[Var]]:

@@ -99,7 +99,7 @@ def gantt(name: str, rows: Sequence[tuple[str, Sequence[Block]]], legend: Sequen
         for number, label in enumerate(legend):
             axes.plot([], [], color=SERIES[number % len(SERIES)], linewidth=6, label=label)
 
-    return f'<div class="scrolled">{_draw(name, draw, WIDE, 0.9 + 0.26 * len(rows), legend)}</div>'
+    return f'<div class="scrolled gantt">{_draw(name, draw, WIDE, 0.9 + 0.26 * len(rows), legend)}</div>'
 
 
 def _units(axes: Axes, *, bytes_: bool) -> None:

@@ -13,9 +13,10 @@ from collections.abc import Iterator, Sequence
 from rich.table import Column, Table
 
 from autopar.explain.compared import compared_table, what_is_missing, why_chosen
-from autopar.explain.figures import figures_of, meshes_of, parts_of
+from autopar.explain.figures import figures_of, meshes_of, node_size, parts_of
 from autopar.explain.memory import PARTS, knows_parts, memory_table, parts_of_peak
 from autopar.explain.pipeline import communication_text, pipeline_findings, slowest
+from autopar.explain.stage_layouts import SENT, as_shown, groups_in_full
 from autopar.explain.stages import group_stages, mesh_text, pipeline_tables, range_text, stages_text
 from autopar.explain.strategies import findings
 from autopar.explain.tables import candidates_table, layout_tables, links_table, peak_table, time_table
@@ -34,6 +35,9 @@ MOST_BLOCKS = 6000
 _WORDS = ("from", "leaf", "what lives there", "value", "operand", "")
 """Columns that hold long texts."""
 
+Node = tuple[str, tuple[str, ...]]
+"""A node's name, empty if nodes are not known, and the cells of its devices."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Cells:
@@ -46,14 +50,14 @@ class Cells:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Section:
-    """A part of the page; `folded` tables are shown when somebody opens them. `devices`: (name, series, cells) of each stage."""
+    """A part of the page; `folded` tables are shown when somebody opens them. `devices`: (name, series, nodes) of each mesh."""
 
     title: str
     sentences: tuple[str, ...] = ()
     charts: tuple[str, ...] = ()
     tables: tuple[Cells, ...] = ()
     folded: tuple[tuple[str, tuple[Cells, ...]], ...] = ()
-    devices: tuple[tuple[str, int, tuple[str, ...]], ...] = ()
+    devices: tuple[tuple[str, int, tuple[Node, ...]], ...] = ()
 
 
 def key_figures(plan: Plan | PipelinePlan) -> list[tuple[str, str, str]]:
@@ -96,23 +100,33 @@ def _stages(plan: Plan | PipelinePlan) -> Sequence[Table]:
     return pipeline_tables(plan) if isinstance(plan, PipelinePlan) else ()
 
 
-def _devices(plan: Plan | PipelinePlan) -> Iterator[tuple[str, int, tuple[str, ...]]]:
-    """For each mesh its stages, a colour, and its devices by their places along the axes."""
+def _devices(plan: Plan | PipelinePlan) -> Iterator[tuple[str, int, tuple[Node, ...]]]:
+    """For each mesh its stages, a colour, and its devices with their places along the axes, by nodes."""
     if plan.num_devices > MOST_CELLS:
         return
+    size = node_size(plan)
     if isinstance(plan, Plan):
-        yield f"mesh {mesh_text(plan)}", 0, tuple(_places(plan))
+        yield f"mesh {mesh_text(plan)}", 0, tuple(_nodes(plan, plan.first_device, size))
         return
     for mesh, stages in meshes_of(plan).items():
         first = stages[0]
-        cells = tuple(str(first.first_device + number) for number in range(first.plan.num_devices))
         name = stages_text(sorted(stage.stage for stage in stages))
-        yield f"{name}: {mesh_text(first.plan)}", mesh % len(charts.SERIES), cells
+        nodes = tuple(_nodes(first.plan, first.first_device, size))
+        yield f"{name}: {mesh_text(first.plan)}", mesh % len(charts.SERIES), nodes
+
+
+def _nodes(plan: Plan, first: int, size: int | None) -> Iterator[Node]:
+    """The devices of a mesh from the place `first` on, those of each node together: its name, if nodes are known, and cells."""
+    places = enumerate(_places(plan), start=first)
+    for node, cells in itertools.groupby(places, lambda one: one[0] // size if size else None):
+        yield "" if node is None else f"node {node}", tuple(f"{number} {where}".rstrip() for number, where in cells)
 
 
 def _places(plan: Plan) -> Iterator[str]:
+    """The place of each device along the axes of its mesh; nothing of a single device."""
     for place in itertools.product(*(range(size) for size in plan.mesh_shape)):
-        yield " ".join(f"{axis}{number}" for axis, number in zip(plan.axis_names, place, strict=True))
+        named = zip(plan.axis_names, place, strict=True)
+        yield " ".join(f"{axis}{number}" for axis, number in named) if plan.num_devices > 1 else ""
 
 
 def _time(plan: Plan | PipelinePlan) -> Section:
@@ -209,7 +223,7 @@ def _memory_of_parts(plan: PipelinePlan) -> Section:
 
 def _filling(plan: PipelinePlan) -> tuple[tuple[str, tuple[Cells, ...]], ...]:
     """The largest tensors of each group of stages."""
-    return tuple((_filling_text(group), _cells(peak_table(group[0].plan))) for group in group_stages(plan))
+    return tuple((_filling_text(group), _cells(peak_table(as_shown(group)))) for group in group_stages(plan))
 
 
 def _filling_text(group: Sequence[StagePlan]) -> str:
@@ -229,9 +243,9 @@ def _layouts(plan: Plan | PipelinePlan) -> Section:
     folded = tuple(
         (
             f"{stages_text([stage.stage for stage in group])}, mesh {mesh_text(group[0].plan)}",
-            _cells(*layout_tables(group[0].plan)),
+            _cells(*layout_tables(as_shown(group), boundary=SENT)),
         )
-        for group in group_stages(plan)
+        for group in groups_in_full(plan)
     )
     return Section(title="The layouts", sentences=(sentence,), folded=folded)
 

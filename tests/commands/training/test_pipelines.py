@@ -13,7 +13,7 @@ from autopar import RecordedRun
 from autopar.commands.training import recording
 from autopar.explain import explain
 from autopar.pipeline_plan import PipelinePlan, plan_from_json
-from autopar.reports.report import draw_schedule
+from autopar.reports.report import draw_schedule, show
 from tests.commands.command_line import SMALL, STAGES, planned, run
 
 
@@ -56,10 +56,17 @@ def test_virtual_stages_share_meshes_and_the_picture_names_them(tmp_path):
     assert "F0b" in draw_schedule(plan)
 
 
-def test_a_schedule_that_is_too_long_for_a_line_is_not_drawn(tmp_path):
+def test_a_schedule_that_is_too_long_for_a_line_is_not_drawn_and_the_report_says_what_it_needs(tmp_path, capsys):
     plan = planned_pipeline(tmp_path, *STAGES)
-    assert draw_schedule(plan)
-    assert draw_schedule(dataclasses.replace(plan, num_microbatches=64)) == ""
+    capsys.readouterr()
+    show(plan)
+    assert "F0 is the forward" in capsys.readouterr().out
+    long = dataclasses.replace(plan, num_microbatches=64)
+    columns = max(map(len, draw_schedule(long).splitlines()))
+    show(long)
+    assert f"The picture of the schedule needs {columns} columns" in capsys.readouterr().out
+    show(dataclasses.replace(plan, num_microbatches=512))
+    assert "The picture of the schedule is too wide" in capsys.readouterr().out
 
 
 def test_a_backward_is_drawn_as_long_as_it_takes(tmp_path):
