@@ -136,9 +136,10 @@ class ParallelStep(Inspected):
             return self._plan(self._bind(args, kwargs), is_use=False).planned.plan
 
     def compile(self, *args: PyTree, **kwargs: PyTree) -> CompiledStep | CompiledPipeline:
-        """The compiled step for these arguments, arrays or `jax.ShapeDtypeStruct`s; that of a method takes the object first."""
+        """The compiled step for these arguments, arrays or shapes, or for the last; that of a method takes the object first."""
         with undisturbed():
-            return self._compile(self._plan(self._bind(args, kwargs)))
+            program = self._plan(self._bind(args, kwargs)) if args or kwargs or self._first else self._last()
+            return self._compile(program)
 
     @undisturbed()
     def init_state(self, create_fn: Callable[..., PyTree], *args: PyTree) -> Any:
@@ -187,11 +188,7 @@ class ParallelStep(Inspected):
         return self._memory.last.planned.plan
 
     def stop_planning(self) -> bool:
-        """End the search that is under way with the best plan so far; for signal handlers and other threads.
-
-        Returns:
-            Whether a search was under way.
-        """
+        """End the search that is under way with the best plan so far, for signal handlers and other threads; whether one was."""
         clock = self._memory.clock
         if clock is not None:
             clock.stop()
@@ -208,9 +205,10 @@ class ParallelStep(Inspected):
     def _last(self) -> _Program:
         """What was planned or used last. Raises ArgumentError if there is nothing."""
         if self._memory.last is None:
+            name = self.signature.name
             raise ArgumentError(
-                f"where the arrays of {self.signature.name} go is known once it is planned: call {self.signature.name}.plan("
-                "state, batch) first, with arrays or shapes, e.g. state = jax.eval_shape(create_fn, *args)"
+                f"{name} has not been planned yet: pass its arguments, or call {name}.plan(state, batch) first, with arrays or "
+                "shapes, e.g. state = jax.eval_shape(create_fn, *args)"
             )
         return self._memory.last
 

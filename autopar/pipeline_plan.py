@@ -12,7 +12,7 @@ from autopar.errors import PlanError
 from autopar.files.checked import Fields
 from autopar.files.json_form import build, text_of
 from autopar.files.plan_file import VERSION, is_pipeline, load_plan
-from autopar.plan import Alternative, Plan, ValuePlan
+from autopar.plan import Alternative, Plan, ValuePlan, no_leaf
 from autopar.presented.methods import Presented
 
 
@@ -184,7 +184,8 @@ class PipelinePlan(Presented):
             for value in stage.plan.inputs:
                 if _is_or_has(path, value.path):
                     return value
-        raise PlanError(f"no leaf {path!r} on any of the {len(self.stages)} stages")
+        read = (value for stage in self.stages for value in stage.plan.inputs if value.role in ("state", "batch"))
+        raise no_leaf(path, list(dict.fromkeys(value.path for value in read)))
 
     def stage_of(self, path: str) -> int:
         """The number of the stage where the leaf `path`, or its first piece, lives; PlanError if there is no such leaf."""

@@ -9,9 +9,9 @@ program or another version; `fingerprint` and `version` tell, and `trail` where 
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
+import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from jax.sharding import PartitionSpec
 
@@ -23,6 +23,10 @@ from autopar.presented.methods import Presented
 WITHIN = "within"
 """The `CollectivePlan.overlap` of what devices exchange while an operation runs."""
 Spec = tuple[tuple[str, ...], ...]
+
+
+_NAMED = 6
+"""So many paths are named where a leaf is not found."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -339,6 +343,25 @@ def _find(values: tuple[ValuePlan, ...], path: str) -> ValuePlan:
     for value in values:
         if value.path == path:
             return value
-    word = path.rsplit("/", 1)[-1]
-    near = [value.path for value in values if fnmatch.fnmatch(value.path, f"*{word}*")] or [v.path for v in values]
-    raise PlanError(f"no leaf {path!r}; there are {', '.join(near[:6])}{', ...' if len(near) > 6 else ''}")
+    raise no_leaf(path, [value.path for value in values])
+
+
+def no_leaf(path: str, paths: Sequence[str]) -> PlanError:
+    """The error of a path that is none of the leaves': it names the nearest, of each argument one at least, or all of a few."""
+    near = sorted(paths, key=lambda one: -_likeness(path, one))
+    if len(near) <= _NAMED:
+        return PlanError(f"no leaf {path!r}; there are {', '.join(near)}")
+    firsts = {one.split("/")[0]: one for one in reversed(near)}
+    others = [one for one in near if one not in firsts.values()]
+    chosen = {*firsts.values(), *others[: max(0, _NAMED - len(firsts))]}
+    named = [one for one in near if one in chosen][:_NAMED]
+    return PlanError(
+        f"no leaf {path!r}; the nearest of {len(near)} are {', '.join(named)}; `plan.show(full=True)` and "
+        "`autopar explain ... --full` list all"
+    )
+
+
+def _likeness(path: str, other: str) -> float:
+    """How alike two paths are; most if the name at the end is the same."""
+    same_name = path.rsplit("/", 1)[-1] == other.rsplit("/", 1)[-1]
+    return difflib.SequenceMatcher(None, path, other).ratio() + same_name

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar import Plan, PlanError
 from autopar.intra_op import mesh_search
+from autopar.plan import no_leaf
 from tests import zoo
 from tests.oracles import assert_trees_close
 
@@ -81,10 +82,20 @@ def test_a_value_is_found_by_path_with_its_role_shape_and_bytes(plan):
 
 
 def test_a_path_that_there_is_not_names_the_nearest(plan):
-    with pytest.raises(PlanError, match=r"no leaf 'params/up'; there are state/params/up$"):
+    with pytest.raises(PlanError, match="no leaf 'params/up'; there are state/params/up, "):
         plan.input("params/up")
-    with pytest.raises(PlanError, match="no leaf 'loss_value'; there are output/0/count, "):
+    with pytest.raises(PlanError, match="no leaf 'loss_value'; there are output/1/loss, "):
         plan.output("loss_value")
+
+
+def test_of_many_paths_the_nearest_are_named_one_of_each_argument_and_how_to_see_all():
+    many = [f"state/params/layer_{n}/{name}" for n in range(9) for name in ("up", "down")]
+    told = str(no_leaf("batch/x", [*many, "state/count", "batch/tokens"]))
+    assert "the nearest of 20 are batch/tokens, state/" in told
+    assert "`plan.show(full=True)`" in told
+    assert str(no_leaf("params/layer_7/down", many)).startswith(
+        "no leaf 'params/layer_7/down'; the nearest of 18 are state/params/layer_7/down, "
+    )
 
 
 def test_the_collectives_of_tensor_and_data_parallelism_are_there_with_their_bytes(plan):

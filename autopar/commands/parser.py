@@ -32,6 +32,10 @@ class _Parser(argparse.ArgumentParser):
         raise ArgumentError(f"{message} (see {self.prog} --help)")
 
 
+_OF_A_STEP = ("--leaf", "--conflict", "--classic", "--what-if")
+"""Questions that are answered by planning a step again."""
+
+
 def read(argv: list[str]) -> argparse.Namespace:
     """Read the options of a command line; ArgumentError says what cannot be used."""
     explained = len(argv) > 1 and argv[0] == "explain" and values.is_model(argv[1])
@@ -51,6 +55,11 @@ def _describe_unknown(word: str, options: argparse.Namespace, model: str | None)
     place = f"{options.command} {model}" if model else options.command
     names = [flag.removeprefix("--") for flag in options.flags]
     close = difflib.get_close_matches(word.split("=")[0].lstrip("-").replace("_", "-"), names, n=1)
+    if options.command in ("explain", "show") and word.split("=")[0] in _OF_A_STEP:
+        return (
+            f"a plan file has no step to search again, which {word.split('=')[0]} does: name the model in its place, as in "
+            f"`autopar explain MODEL {word}`, with the flags that the plan was made with"
+        )
     if close:
         return f"{place} has no argument {word!r}; did you mean --{close[0]}?"
     if model is None and _takes_model(options.command):

@@ -104,7 +104,8 @@ def repeated_text(one: Plan | Alternative) -> str:
 def _recomputed_text(one: Alternative) -> str:
     if not one.recompute:
         return "-"
-    layers = "layers" if one.recomputed_layers is None else f"{one.recomputed_layers} layers"
+    number = one.recomputed_layers
+    layers = "layers" if number is None else f"{number} layer{'s' * (number != 1)}"
     return f"{layers}, named kept" if one.keeps_named else layers
 
 

@@ -45,7 +45,7 @@ class Inspected(abc.ABC):
         """The texts of the compiled modules, by name; printed, they follow each other under their names.
 
         Args:
-            *args: the step's arguments, arrays or `jax.ShapeDtypeStruct`s.
+            *args: the step's arguments, arrays or `jax.ShapeDtypeStruct`s; without any, those that were planned or used last.
             optimized: what XLA compiled; or else what it was given, as StableHLO.
             **kwargs: the step's keyword arguments.
 
@@ -63,14 +63,14 @@ class Inspected(abc.ABC):
         place with the mesh axes along which it goes. In stages task by task.
 
         Args:
-            *args: the step's arguments, arrays or `jax.ShapeDtypeStruct`s.
+            *args: the step's arguments, arrays or `jax.ShapeDtypeStruct`s; without any, those that were planned or used last.
             **kwargs: the step's keyword arguments.
         """
         return str(importlib.import_module("autopar.listing.program").text_of(self.compile(*args, **kwargs)))
 
     @abc.abstractmethod
     def compile(self, *args: object, **kwargs: object) -> object:
-        """The compiled step for these arguments."""
+        """The compiled step for these arguments; without any, for those that were planned or used last."""
 
     @abc.abstractmethod
     def jax_devices(self) -> object:

@@ -1,7 +1,7 @@
 """A verification as a table: what differs first, then what is explained, then what matches.
 
 In: a `Verification`. Out: text of at most `MOST_LINES` lines. Equal rows of several stages are one row. What can go wrong: more
-rows than there is room for; the last line tells how many are left out, and how many of these differ.
+rows than there is room for; a line tells how many are left out, and how many of these differ, and `full` gives each figure a row.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import io
 from collections.abc import Iterator, Sequence
+from typing import TypeAlias
 
 from rich.console import Console
 from rich.table import Table
@@ -24,19 +25,44 @@ _ORDER = ("differs", "unknown", "explained", "matches")
 _COLUMNS = ("where", "what", "planned", "compiled", "verdict", "note")
 _CUT_SHORT = ("what", "note")
 """Columns whose cells may lose their ends."""
+_Row: TypeAlias = tuple[str, VerifiedRow]
+"""Where a row holds, and the row."""
 
 
-def page(verification: Verification) -> str:
-    """The verification in at most `MOST_LINES` lines."""
+def page(verification: Verification, *, full: bool = False) -> str:
+    """The verification in at most `MOST_LINES` lines, with a row of each topic at least; `full`: each figure has a row."""
     lines = [headline(verification), ""]
-    rows = _merged(sorted(verification.rows, key=lambda row: _ORDER.index(row.verdict)))
-    room = MOST_LINES - len(lines) - 2
-    shown, left = (rows, []) if len(rows) <= room else (rows[: room - 1], rows[room - 1 :])
+    ordered = sorted(verification.rows, key=lambda row: _ORDER.index(row.verdict))
+    if full:
+        every = [(_where(row, [] if row.stage is None else [row.stage]), row) for row in ordered]
+        return "\n".join([*lines, *_lines_of(_table("", every))])
+    rows = _merged(ordered)
+    together = _together_text(verification, rows)
+    room = MOST_LINES - len(lines) - 2 - len(together)
+    shown, left = (rows, []) if len(rows) <= room else _split(rows, room - 1)
     lines += _lines_of(_table("", shown))
     if left:
         bad = sum(row.verdict == "differs" for _, row in left)
-        lines.append(f"... and {len(left)} more rows, {bad} of them different")
-    return "\n".join(lines[:MOST_LINES])
+        lines.append(f"... and {len(left)} more rows, {bad} of them different; verify --full lists all")
+    return "\n".join([*lines, *together][:MOST_LINES])
+
+
+def _split(rows: Sequence[_Row], room: int) -> tuple[list[_Row], list[_Row]]:
+    """The rows that are shown and those that are left out: the first, but one of each topic."""
+    first = {row.topic: number for number, (_, row) in reversed(list(enumerate(rows)))}
+    kept = {*first.values()}
+    others = [number for number in range(len(rows)) if number not in kept]
+    kept |= {*others[: room - len(kept)]}
+    return [rows[n] for n in sorted(kept)], [one for number, one in enumerate(rows) if number not in kept]
+
+
+def _together_text(verification: Verification, rows: Sequence[_Row]) -> list[str]:
+    """How the figures that the first line counts are so many rows; nothing if each has one."""
+    figures = len(verification.rows)
+    if figures == len(rows):
+        return []
+    are = f"{len(rows)} row{'s' * (len(rows) != 1)}"
+    return [f"The {figures} figures are {are}: equal stages share one, and so do results of a type that match."]
 
 
 def headline(verification: Verification) -> str:
@@ -56,7 +82,7 @@ def verified_table(verification: Verification) -> Table:
     return _table("Verified against the compiled program", rows)
 
 
-def _table(title: str, rows: Sequence[tuple[str, VerifiedRow]]) -> Table:
+def _table(title: str, rows: Sequence[_Row]) -> Table:
     table = new_table(title, *_COLUMNS, numbers=("planned", "compiled"))
     for where, row in rows:
         planned, compiled = _figures(row)
@@ -84,7 +110,7 @@ def _error_text(error: float) -> str:
     return f"{error:.1e}" if error else "0"
 
 
-def _merged(rows: Sequence[VerifiedRow]) -> list[tuple[str, VerifiedRow]]:
+def _merged(rows: Sequence[VerifiedRow]) -> list[_Row]:
     """Rows with where they hold; rows of several stages that are equal otherwise are one."""
     found: dict[VerifiedRow, list[int]] = {}
     for row in _without_matching_values(rows):

@@ -59,9 +59,8 @@ def out_of_memory(
     lines = [
         f"no plan {'fits' if is_settled else 'was found that fits'} {bytes_text(memory_limit_bytes or 0)} per device on "
         f"{_devices_text(best.mesh.size)}: on mesh {best.mesh.shape} every plan needs at least {bytes_text(best.bound_bytes)} "
-        f"per device; {_what_is_known(tried, is_settled)}. "
-        f"A limit must leave room for {1 / TUNING.temporaries_margin - 1:.0%} more temporaries than predicted, which XLA may "
-        "need. "
+        f"per device, with room for {1 / TUNING.temporaries_margin - 1:.0%} more temporaries than predicted, which XLA may need; "
+        f"{_what_is_known(tried, is_settled)}. "
         "The largest tensors that are alive together:",
         *(f"  {size:>{width}}  {what}" for size, what in largest),
         "Ways out: more devices; a smaller batch; num_microbatches, recompute and layouts left open, where they are fixed; a "

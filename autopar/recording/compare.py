@@ -2,15 +2,17 @@
 
 In: a recording. Out: a `Comparison`, rows of seconds per step. On one mesh the parts are compute, each kind of collective over
 its axes, and what devices do neither in; seconds are means over the devices. In stages they are the work of the busiest mesh,
-what it waits for others, what happens once per step, and of each stage the forward and backward of one microbatch. What can go
-wrong: XLA merges collectives and turns one kind into another; kinds that were planned and did not run, or the other way round,
-have a row with one figure.
+what it waits for others, what happens once per step, and of each stage the forward and backward of one microbatch. The measured
+parts, those of tasks and of kinds of collectives aside, add up to the call that was looked into, which has a row: looking takes
+time. What can go wrong: XLA merges collectives and turns one kind into another; kinds that were planned and did not run, or the
+other way round, have a row with one figure.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 import statistics
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
@@ -19,7 +21,19 @@ from autopar.inter_op.pipeline_seconds import find_exposed_s, once_a_step_s, sch
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
 from autopar.recording.device_times import CollectiveRun, DeviceTimes, collective_runs, device_times
-from autopar.recording.recorded import KERNEL, ONCE, TASKS, Recorded, RecordedSpan
+from autopar.recording.recorded import KERNEL, TASKS, Recorded, RecordedSpan
+
+LOOKED_INTO = "the call that was looked into"
+_COMPUTE, _WAITED, _NEITHER = "compute", "communication that is waited for", "neither"
+_WORK, _BUBBLE, _SENT = "work of the busiest mesh", "bubble", "transfers that are waited for"
+_ONCE, _SENT_ONCE, _HOST = (
+    "once per step, such as the update",
+    "transfers once per step",
+    "before the first task and after the last",
+)
+_ADDING_UP = (_COMPUTE, _WAITED, _WORK, _BUBBLE, _SENT, _ONCE, _SENT_ONCE, _HOST, _NEITHER)
+_APART = 0.01
+"""A call that differs by less takes as long."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,7 +87,34 @@ def compare(recorded: Recorded) -> Comparison:
         what="step", predicted_s=plan.step_s, measured_s=recorded.wall_s, note=f"{calls}{first}{looked}"
     )
     parts = _of_one_mesh(recorded, plan) if isinstance(plan, Plan) else _of_stages(recorded, plan)
-    return Comparison((whole, *parts))
+    return Comparison((whole, *_looked_into(recorded), *parts))
+
+
+def _looked_into(recorded: Recorded) -> Iterator[ComparedPart]:
+    """The call whose parts are measured, which is none of those whose seconds count if there are others."""
+    looked_s = _looked_s(recorded)
+    if looked_s is None:
+        return
+    more, number = looked_s / recorded.wall_s - 1, len(recorded.detailed)
+    apart = f"; {abs(more):.0%} {'more' if more > 0 else 'less'} than the step" if abs(more) >= _APART else ""
+    costs = ": looking takes time" if more >= _APART else ""
+    yield ComparedPart(
+        what=LOOKED_INTO,
+        predicted_s=None,
+        measured_s=looked_s,
+        note=f"{'' if number == 1 else f'the mean of {number}: '}the parts below add up to it{apart}{costs}",
+    )
+
+
+def _looked_s(recorded: Recorded) -> float | None:
+    """Mean seconds of the calls that were looked into; None if none was, or nothing was seen in them."""
+    calls = [call.wall_s for call in recorded.calls if call.is_detailed]
+    return statistics.fmean(calls) if calls and (recorded.spans or recorded.operations) else None
+
+
+def parts_of_step(comparison: Comparison) -> tuple[ComparedPart, ...]:
+    """The parts of a comparison that add up: predicted to the step, measured to the call that was looked into."""
+    return tuple(part for part in comparison.parts if part.what in _ADDING_UP)
 
 
 def _of_one_mesh(recorded: Recorded, plan: Plan) -> Iterator[ComparedPart]:
@@ -86,19 +127,20 @@ def _of_one_mesh(recorded: Recorded, plan: Plan) -> Iterator[ComparedPart]:
         return statistics.fmean(map(value, devices)) if devices else None
 
     yield ComparedPart(
-        what="compute", predicted_s=plan.compute_s, measured_s=mean(lambda one: one.compute_s), note="mean of devices"
+        what=_COMPUTE, predicted_s=plan.compute_s, measured_s=mean(lambda one: one.compute_s), note="mean of devices"
     )
     yield ComparedPart(
-        what="communication that is waited for",
+        what=_WAITED,
         predicted_s=max(0.0, plan.comm_s - plan.hidden_s),
         measured_s=mean(lambda one: one.exposed_s),
     )
     untold = {one.collective for one in recorded.program if one.opcode == KERNEL}
     yield from _collectives(plan, runs, calls, len({one.device for one in devices}), untold=untold)
+    looked_s = _looked_s(recorded)
     yield ComparedPart(
-        what="neither",
+        what=_NEITHER,
         predicted_s=None,
-        measured_s=mean(lambda one: one.idle_s),
+        measured_s=mean(lambda one: max(one.idle_s, (looked_s or 0.0) - one.compute_s - one.exposed_s)),
         note="no operation runs: the host, or threads that wait for a core",
     )
 
@@ -147,31 +189,40 @@ def _of_stages(recorded: Recorded, plan: PipelinePlan) -> Iterator[ComparedPart]
     meshes = plan.num_stages // plan.virtual_stages
     schedule, seconds = schedule_of(plan), [(stage.forward_s, stage.backward_s) for stage in plan.stages]
     timed, exposed_s = time_stages(schedule, seconds), find_exposed_s(schedule, seconds, plan.transfers)
-    once_s = once_a_step_s([stage.once_s for stage in plan.stages], plan.transfers)
-    work_s = max(timed.busy_s)
+    last_s, work_s = max(stage.once_s for stage in plan.stages), max(timed.busy_s)
     steps = [_MeasuredStages(recorded, call, meshes) for call in recorded.detailed if recorded.spans]
 
-    def median(value: Callable[[_MeasuredStages], float]) -> float | None:
-        return statistics.median(map(value, steps)) if steps else None
+    def mean(value: Callable[[_MeasuredStages], float]) -> float | None:
+        return statistics.fmean(map(value, steps)) if steps else None
 
     def task_s(stage: int, kind: str) -> float | None:
-        return median(lambda one: one.task_s(stage, kind))
+        return statistics.median(one.task_s(stage, kind) for one in steps) if steps else None
 
-    yield ComparedPart(what="work of the busiest mesh", predicted_s=work_s, measured_s=median(lambda s: s.work_s))
+    yield ComparedPart(what=_WORK, predicted_s=work_s, measured_s=mean(lambda s: s.work_s))
     yield ComparedPart(
-        what="bubble",
+        what=_BUBBLE,
         predicted_s=timed.makespan_s - work_s,
-        measured_s=median(lambda s: s.bubble_s),
+        measured_s=mean(lambda s: s.bubble_s),
         note="the busiest mesh waits for others, and for the host to start its tasks",
     )
     yield ComparedPart(
-        what="transfers that are waited for",
+        what=_SENT,
         predicted_s=exposed_s,
-        measured_s=median(lambda s: s.transfers_s),
+        measured_s=mean(lambda s: s.transfers_s),
         note="from when they are sent",
     )
+    yield ComparedPart(what=_ONCE, predicted_s=last_s, measured_s=mean(lambda s: s.once_s))
     yield ComparedPart(
-        what="once per step, such as the update", predicted_s=once_s, measured_s=median(lambda s: s.once_s)
+        what=_SENT_ONCE,
+        predicted_s=once_a_step_s([0.0], plan.transfers),
+        measured_s=mean(lambda s: s.sent_once_s),
+    )
+    looked_s = _looked_s(recorded)
+    yield ComparedPart(
+        what=_HOST,
+        predicted_s=None,
+        measured_s=None if looked_s is None else mean(lambda s: max(0.0, looked_s - s.lasts_s)),
+        note="the host starts the call, and has its results",
     )
     for stage in plan.stages:
         for kind, predicted_s in (("forward", stage.forward_s), ("backward", stage.backward_s)):
@@ -185,19 +236,32 @@ def _of_stages(recorded: Recorded, plan: PipelinePlan) -> Iterator[ComparedPart]
 
 
 class _MeasuredStages:
-    """The parts of one measured step."""
+    """The parts of one measured step, which add up to what it lasts from the start of the first task to the end of the last.
+
+    While microbatches pass, it is the work of the busiest mesh, and what that mesh waits. The rest happens once per step: it is
+    what the mesh that ends last does then, and the transfers that this one waits for.
+    """
 
     def __init__(self, recorded: Recorded, call: int, meshes: int) -> None:
         self._spans = [span for span in recorded.spans if span.call == call]
         tasks = [span for span in self._spans if span.kind in TASKS]
         busy = [sum(span.seconds for span in tasks if span.mesh == mesh) for mesh in range(meshes)]
         self.work_s = max(busy)
-        self._busiest = busy.index(self.work_s)
-        lasts_s = max(span.end_s for span in tasks) - min(span.start_s for span in tasks) if tasks else 0.0
-        self.transfers_s = exposed_transfers_s(self._spans, self._busiest)
-        self.bubble_s = max(0.0, lasts_s - self.work_s - self.transfers_s)
-        once = [span for span in self._spans if span.kind in ONCE]
-        self.once_s = max(sum(span.seconds for span in once if span.mesh == mesh) for mesh in range(meshes))
+        begins_s, ends_s = min((t.start_s for t in tasks), default=0.0), max((t.end_s for t in tasks), default=0.0)
+        first_s, last_s = (
+            min((o.start_s for o in self._spans), default=0.0),
+            max((o.end_s for o in self._spans), default=0.0),
+        )
+        self.lasts_s = last_s - first_s
+        busiest = busy.index(self.work_s)
+        waited_s = exposed_transfers_s(self._spans, busiest, until_s=ends_s)
+        self.transfers_s = min(waited_s, ends_s - begins_s - self.work_s)
+        self.bubble_s = max(0.0, ends_s - begins_s - self.work_s - self.transfers_s)
+        once_s = self.lasts_s - (ends_s - begins_s)
+        last = max(self._spans, key=lambda span: span.end_s).mesh
+        sent_s = exposed_transfers_s(self._spans, last) - exposed_transfers_s(self._spans, last, until_s=ends_s)
+        self.sent_once_s = min(max(0.0, sent_s), once_s)
+        self.once_s = once_s - self.sent_once_s
 
     def task_s(self, stage: int, kind: str) -> float:
         """Median seconds of forward or backward of one microbatch; both halves of a backward that is split."""
@@ -208,12 +272,16 @@ class _MeasuredStages:
         return statistics.median(total.values()) if total else 0.0
 
 
-def exposed_transfers_s(spans: Sequence[RecordedSpan], mesh: int) -> float:
-    """Seconds in which a mesh waits for transfers that are under way, from their sends on or its own last instruction."""
+def exposed_transfers_s(spans: Sequence[RecordedSpan], mesh: int, *, until_s: float = math.inf) -> float:
+    """Seconds in which a mesh waits for transfers that are under way, from their sends on or its own last instruction.
+
+    `until_s`: a moment after which its waiting does not count.
+    """
     sent = {span.transfer: span.end_s for span in spans if span.kind == "send"}
     waited, free_s = 0.0, 0.0
     for span in sorted((one for one in spans if one.mesh == mesh), key=lambda one: one.start_s):
         if span.kind == "receive":
-            waited += max(0.0, span.end_s - max(free_s, sent.get(span.transfer, span.start_s)))
+            begins_s = max(free_s, sent.get(span.transfer, span.start_s))
+            waited += max(0.0, min(span.end_s, until_s) - begins_s)
         free_s = span.end_s
     return waited

@@ -97,7 +97,8 @@ def operations_table(recorded: Recorded, *, most: int = MOST_OPERATIONS) -> Tabl
 def sentences(recorded: Recorded) -> Iterator[str]:
     """Which calls were made, who is slow, and what is not known."""
     calls = recorded.calls
-    looked = ", ".join(map(str, recorded.detailed)) or "none"
+    numbers = ", ".join(map(str, recorded.detailed))
+    looked = f"call{'s' * (len(recorded.detailed) > 1)} {numbers}" if numbers else "none"
     yield f"{len(calls)} call{'s' * (len(calls) != 1)} of {recorded.step} on {recorded.device_kind}; looked into: {looked}"
     slow = find_stragglers(recorded)
     for one in slow[:MOST_STRAGGLERS]:

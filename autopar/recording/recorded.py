@@ -16,8 +16,6 @@ from autopar.plan import Plan
 
 TASKS = ("forward", "backward", "input_gradient", "weight_gradient")
 """The kinds of span that run once for each microbatch."""
-ONCE = ("prologue", "epilogue")
-"""The kinds that run once per step."""
 KERNEL = "kernel"
 """The opcode of what ran on a GPU and could not be led back to an operation of the program; its name is the kernel's."""
 

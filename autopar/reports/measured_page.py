@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from autopar.pipeline_plan import PipelinePlan
-from autopar.recording.compare import Comparison, compare
+from autopar.recording.compare import Comparison, compare, parts_of_step
 from autopar.recording.page import comparison_table, operations_table, sentences
 from autopar.recording.predicted import predicted_spans
 from autopar.recording.recorded import Recorded, RecordedSpan
@@ -46,20 +46,13 @@ def measured_sections(recorded: Recorded) -> Iterator[Section]:
 
 
 def _parts(comparison: Comparison) -> str:
-    """The parts that add up to the step, beside each other."""
-    names = ("compute", "communication that is waited for", "neither")
-    others = (
-        "work of the busiest mesh",
-        "bubble",
-        "transfers that are waited for",
-        "once per step, such as the update",
-    )
-    known = {part.what: part for part in comparison.parts}
-    legend = [name for name in (*names, *others) if name in known]
+    """The parts that add up to the step, and to the call that was looked into, beside each other."""
+    parts = parts_of_step(comparison)
     rows = [
-        ("predicted", [known[name].predicted_s or 0.0 for name in legend]),
-        ("measured", [known[name].measured_s or 0.0 for name in legend]),
+        ("predicted", [part.predicted_s or 0.0 for part in parts]),
+        ("measured, the call that was looked into", [part.measured_s or 0.0 for part in parts]),
     ]
+    legend = [part.what for part in parts]
     return charts.stacked_bars("measured-parts", rows, legend) if any(map(any, (row for _, row in rows))) else ""
 
 

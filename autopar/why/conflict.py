@@ -3,16 +3,18 @@
 In: the settings and the traced step for which no plan was found, the error, and how long to look. Out: `Conflict`. A wish is a
 constraint, a preset, or an argument that the user gave and that could be left open. Wishes conflict if no plan fits that keeps
 them all, whatever the others say. All wishes together conflict, as the error says; from there each is left out where the others
-still do. That is an answer at any time, and one from which no wish can be left out if there was time for all. What needs no
-search comes first: state that exceeds all devices together, sets of which more is known already. Each relaxation is tried, and
-its price is that of the plan found. No search takes more than its share of the time, so that all have some, and none is made
-twice. A search that the clock has ended without a plan says nothing: there was no time to try. What can go wrong: a search that
-ends by itself before it has found the plan there is; a relaxation is then said to be not enough.
+still do. That is an answer at any time, and one from which no wish can be left out if there was time for all. Other wishes may
+conflict too, and then giving up one is not enough: two are tried, and then as many as are needed. Each relaxation is tried, and
+its price is that of the plan found. What needs no search comes first: state that exceeds all devices together, sets of which more
+is known already. No search takes more than its share of the time, so that all have some; one whose share was too short is made
+again if time is left. A search that the clock has ended without a plan says nothing: there was no time to try. What can go wrong:
+a search that ends by itself before it has found the plan there is; a relaxation is then said to be not enough.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -20,8 +22,6 @@ from autopar.errors import OutOfMemoryError
 from autopar.explain.units import bytes_text
 from autopar.inter_op.attempts import bytes_held
 from autopar.inter_op.one_mesh import state_is_too_large
-from autopar.intra_op.choices.options import PlannerOptions
-from autopar.layouts.constraints import Constraints, Rule, SplitBatch
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
 from autopar.program.step import TracedStep
@@ -30,6 +30,7 @@ from autopar.settings import Settings, count_devices, make_request
 from autopar.solver.budget import Budget
 from autopar.why.deadline import Deadline
 from autopar.why.question import OUT_OF_TIME, solve
+from autopar.why.wishes import Wish, wishes_of
 
 BUDGET_S = 60.0
 """How long to look where nobody says it and planning has no limit."""
@@ -38,25 +39,11 @@ _SEARCH = 0.8
 _ROOM = 1.25
 """A limit above a plan's own peak by this factor has room for what XLA may need beyond the prediction."""
 _FOR_WISHES = 0.6
-"""Of the budget, for finding what conflicts; the rest is for prices."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Wish:
-    """What the user fixed, in words; `field` of the settings is left open if it is given up, or `rules` left out."""
-
-    words: str
-    field: str = ""
-    open_value: object = "auto"
-    rules: tuple[Rule, ...] = ()
-
-    def given_up(self, settings: Settings) -> Settings:
-        """The settings without this wish."""
-        if not self.rules:
-            return dataclasses.replace(settings, **{self.field: self.open_value})  # type: ignore[arg-type]
-        constraints = settings.constraints
-        left = tuple(one for one in constraints.rules if not any(one is rule for rule in self.rules))
-        return dataclasses.replace(settings, constraints=Constraints(left, constraints.without))
+"""Of the time, for finding what conflicts; the rest is for prices."""
+_ROUNDS = 4
+"""How often to come back to searches whose share of the time was too short; at last, one may have all that is left."""
+_LONGER = 1.5
+"""A search is made again if its share is longer than before by this factor."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,14 +93,12 @@ def find_conflict(settings: Settings, traced: TracedStep, error: OutOfMemoryErro
         deadline: until when to look.
     """
     tries, limit = _Tries(settings, traced, deadline), make_request(settings).memory_limit_bytes or 0
-    every, more_devices = _wishes(settings), isinstance(settings.devices, int) and settings.meshes == "auto"
-    tries.ahead = 1 + (2 * len(every) if len(every) > 1 else len(every)) + more_devices
-    wishes, is_smallest = _conflicting(tries, every, deadline.clock.part(_FOR_WISHES))
-    tries.ahead = 1 + sum(not tries.knows([wish]) for wish in wishes) + more_devices
-    relaxations = [_of_plan(f"without {wish.words}", tries.without([wish])) for wish in wishes]
-    relaxations.append(_with_more_memory(tries, error))
-    if more_devices:
-        relaxations.append(tries.price(f"devices={2 * count_devices(settings)}", _on_more_devices(settings)))
+    for number in range(_ROUNDS):
+        tries.is_last = number == _ROUNDS - 1
+        wishes, is_smallest = _conflicting(tries, deadline.clock.part(_FOR_WISHES))
+        relaxations = _ways_out(tries, wishes, error)
+        if deadline.clock.is_late or (is_smallest and all(one.is_tried for one in relaxations)):
+            break
     return Conflict(
         limit_bytes=limit,
         wishes=tuple(wish.words for wish in wishes),
@@ -130,95 +115,148 @@ def find_conflict(settings: Settings, traced: TracedStep, error: OutOfMemoryErro
 
 
 class _Tries:
-    """Searches under one clock, `ahead` of them still to be made."""
+    """Searches under one clock, `ahead` of them still to be made, or only one if it `is_last`; what they found is kept."""
 
     def __init__(self, settings: Settings, traced: TracedStep, deadline: Deadline) -> None:
         self.settings, self.traced, self.deadline = settings, traced, deadline
+        self.every = wishes_of(settings)
         self.ahead = 1
-        self._known: dict[frozenset[str], Plan | PipelinePlan | str] = {}
+        self._known: dict[str, Plan | PipelinePlan | str] = {}
+        self._shares: dict[str, float] = {}
+        self._enough: list[frozenset[str]] = []
+        self._not_enough: list[frozenset[str]] = []
+        self.is_last = False
 
     def knows(self, given_up: Sequence[Wish]) -> bool:
-        """Whether it has been tried what there is without some wishes."""
-        return _key(given_up) in self._known
+        """Whether it is known what there is without some wishes."""
+        return _without_text(self._ordered(given_up)) in self._known or self._is_not_enough(given_up)
 
     def without(self, given_up: Sequence[Wish]) -> Plan | PipelinePlan | str | None:
-        """The plan without some wishes, or why there is none; None if there is no time. It is sought once."""
-        if not self.knows(given_up):
-            settings = self.settings
-            for wish in given_up:
-                settings = wish.given_up(settings)
-            found = self.plan(f"without {', '.join(wish.words for wish in given_up)}", settings)
-            if found is None:
-                return None
-            self._known[_key(given_up)] = found
-        return self._known[_key(given_up)]
+        """The plan without some wishes, or why there is none; None if there is no time.
+
+        Where it is not enough to give up more, no search is needed.
+        """
+        if self._is_not_enough(given_up):
+            return "not enough, as more is not enough"
+        ordered, settings = self._ordered(given_up), self.settings
+        for wish in ordered:
+            settings = wish.given_up(settings)
+        found = self.plan(_without_text(ordered), settings)
+        if found is not None:
+            told = self._not_enough if isinstance(found, str) else self._enough
+            told.append(frozenset(wish.words for wish in ordered))
+        return found
+
+    def is_enough(self, given_up: Sequence[Wish]) -> bool:
+        """Whether there is known to be a plan without these, as there is one without fewer."""
+        words = {wish.words for wish in given_up}
+        return any(fewer <= words for fewer in self._enough)
 
     def plan(self, words: str, settings: Settings) -> Plan | PipelinePlan | str | None:
-        """The plan under some settings, or why there is none; None if there is no time. What needs no search comes first."""
+        """The plan under some settings, or why there is none; None if there is no time. It is sought until that is known."""
+        if words not in self._known:
+            found = self._search(words, settings)
+            if found is None:
+                return None
+            self._known[words] = found
+        return self._known[words]
+
+    def _search(self, words: str, settings: Settings) -> Plan | PipelinePlan | str | None:
+        """What there is, by a search in its share of the time, if need be."""
         devices = count_devices(settings)
         if state_is_too_large(self.traced, make_request(settings), devices):
             return f"the state alone is more than {devices} devices hold"
         clock = self.deadline.clock
         if clock.is_late:
             return None
-        enter(f"why nothing fits: {words}")
-        share_s = clock.seconds_left / max(1, self.ahead)
+        share_s = clock.seconds_left / (1 if self.is_last else max(1, self.ahead))
         self.ahead -= 1
+        if share_s < _LONGER * self._shares.get(words, 0.0):
+            return None
+        self._shares[words] = share_s
+        enter(f"why nothing fits: {words}")
         most_s = min(settings.planning_seconds or share_s, _SEARCH * share_s)
         asked = dataclasses.replace(settings, planning_seconds=most_s)
         found = self.deadline.run(lambda: solve(asked, self.traced), share_s)
         return None if found == OUT_OF_TIME else found
+
+    def _is_not_enough(self, given_up: Sequence[Wish]) -> bool:
+        """Whether there is no plan without these, nor without more."""
+        words = {wish.words for wish in given_up}
+        return any(words <= more for more in self._not_enough)
+
+    def _ordered(self, given_up: Sequence[Wish]) -> list[Wish]:
+        return [wish for wish in self.every if wish in given_up]
 
     def price(self, words: str, settings: Settings) -> Relaxation:
         """A relaxation with the plan there is."""
         return _of_plan(words, self.plan(words, settings))
 
 
-def _wishes(settings: Settings) -> list[Wish]:
-    """What the user fixed and could leave open; the rules of presets are one wish."""
-    of_preset = [rule for rule in settings.constraints.rules if _is_of_preset(rule)]
-    found = [Wish(words=_preset_text(of_preset), rules=tuple(of_preset))] if of_preset else []
-    found += [
-        Wish(words=_rule_text(rule), rules=(rule,)) for rule in settings.constraints.rules if not _is_of_preset(rule)
-    ]
-    arguments = (
-        ("mesh_shape", "meshes"),
-        ("num_stages", "num_stages"),
-        ("num_microbatches", "num_microbatches"),
-        ("virtual_stages", "virtual_stages"),
-        ("recompute", "recompute"),
-    )
-    for argument, field in arguments:
-        value = getattr(settings, field)
-        if value != "auto":
-            shown = [mesh.shape for mesh in value] if field == "meshes" else value
-            found.append(Wish(words=f"{argument}={shown!r}", field=field))
-    if settings.options.kinds != PlannerOptions().kinds:
-        kinds = PlannerOptions(allow_redundant_compute=settings.options.allow_redundant_compute)
-        found.append(Wish(words=f"collectives={sorted(settings.options.kinds)}", field="options", open_value=kinds))
-    return found
-
-
-def _conflicting(tries: _Tries, wishes: Sequence[Wish], clock: Budget) -> tuple[list[Wish], bool]:
+def _conflicting(tries: _Tries, clock: Budget) -> tuple[list[Wish], bool]:
     """Wishes that leave no plan, the others given up, and whether none of them can be left out."""
-    is_free = _leaves_plan(tries, wishes, ()) if wishes else False
+    every = tries.every
+    tries.ahead = 2 + 2 * len(every)
+    is_free = _leaves_plan(tries, ()) if every else False
     if is_free is False:
         return [], True
-    if is_free is None or len(wishes) == 1:
-        return list(wishes), is_free is True
-    kept, is_smallest = list(wishes), True
-    for wish in wishes:
+    kept, is_smallest = list(every), is_free is True
+    for wish in every if len(every) > 1 else ():
         fewer = [one for one in kept if one is not wish]
-        found = None if clock.is_late else not fewer or _leaves_plan(tries, wishes, fewer)
+        found = None if clock.is_late else is_free if not fewer else _leaves_plan(tries, fewer)
         is_smallest = is_smallest and found is not None
         kept = fewer if found is False else kept
     return kept, is_smallest
 
 
-def _leaves_plan(tries: _Tries, wishes: Sequence[Wish], kept: Sequence[Wish]) -> bool | None:
+def _leaves_plan(tries: _Tries, kept: Sequence[Wish]) -> bool | None:
     """Whether there is a plan that keeps some of the wishes; None if there is no time to find out."""
-    found = tries.without([wish for wish in wishes if wish not in kept])
+    given_up = [wish for wish in tries.every if wish not in kept]
+    found = tries.without(given_up) if not tries.is_enough(given_up) else True
     return None if found is None else not isinstance(found, str)
+
+
+def _ways_out(tries: _Tries, wishes: Sequence[Wish], error: OutOfMemoryError) -> list[Relaxation]:
+    """What to give up, or to add, each with its plan; more wishes than one only where none of them is enough."""
+    settings = tries.settings
+    more_devices = isinstance(settings.devices, int) and settings.meshes == "auto"
+    tries.ahead = 1 + sum(not tries.knows([wish]) for wish in wishes) + more_devices
+    found = [_of_plan(_without_text([wish]), tries.without([wish])) for wish in wishes]
+    found.append(_with_more_memory(tries, error))
+    if more_devices:
+        found.append(tries.price(f"devices={2 * count_devices(settings)}", _on_more_devices(settings)))
+    singles = found[: len(wishes)]
+    if wishes and len(tries.every) > 1 and all(one.step_s is None and one.is_tried for one in singles):
+        found += _without_several(tries, wishes)
+    return found
+
+
+def _without_several(tries: _Tries, wishes: Sequence[Wish]) -> list[Relaxation]:
+    """Ways out where one of the wishes is not enough: two, or else as many as are needed; those that are not enough are left out.
+
+    A way out gives up at least one of the wishes that conflict.
+    """
+    pairs = [pair for pair in itertools.combinations(tries.every, 2) if any(wish in wishes for wish in pair)]
+    found = _tried(tries, pairs)
+    if len(tries.every) > 2 and all(one.step_s is None and one.is_tried for one in found):
+        found += _tried(tries, [_needed(tries)])
+    return [one for one in found if one.step_s is not None or not one.is_tried]
+
+
+def _tried(tries: _Tries, sets: Sequence[Sequence[Wish]]) -> list[Relaxation]:
+    tries.ahead = sum(not tries.knows(one) for one in sets)
+    return [_of_plan(_without_text(one), tries.without(one)) for one in sets]
+
+
+def _needed(tries: _Tries) -> Sequence[Wish]:
+    """Wishes that are enough if they are given up together; each is needed, as far as there was time to try."""
+    given_up = tries.every
+    tries.ahead = 1 + len(given_up)
+    for wish in tries.every:
+        fewer = [one for one in given_up if one is not wish]
+        if fewer and (tries.is_enough(fewer) or not isinstance(tries.without(fewer), str | None)):
+            given_up = fewer
+    return given_up
 
 
 def _with_more_memory(tries: _Tries, error: OutOfMemoryError) -> Relaxation:
@@ -246,22 +284,5 @@ def _of_plan(words: str, plan: Plan | PipelinePlan | str | None) -> Relaxation:
     return Relaxation(words=words, step_s=plan.step_s, peak_bytes=plan.peak_bytes, ended_early=plan.ended_early)
 
 
-def _key(given_up: Sequence[Wish]) -> frozenset[str]:
-    return frozenset(wish.words for wish in given_up)
-
-
-def _is_of_preset(rule: Rule) -> bool:
-    """Whether `data_parallel` or a `zero` made a rule: only they speak of roles."""
-    return bool(rule.asked_by) or (rule.glob == "*" and rule.role is not None)
-
-
-def _preset_text(rules: Sequence[Rule]) -> str:
-    """The call that made the rules."""
-    names = {rule.asked_by.partition("(")[0] for rule in rules if rule.asked_by}
-    axes = next((rule.layout.axes for rule in rules if isinstance(rule.layout, SplitBatch) and rule.layout.axes), None)
-    return f"{max(names, default='data_parallel')}({', '.join(map(repr, axes or ()))})"
-
-
-def _rule_text(rule: Rule) -> str:
-    of = f" of the {rule.role}" if rule.role and rule.glob == "*" else ""
-    return f"the constraint {rule.glob!r}{of}: {rule.layout!r}"
+def _without_text(given_up: Sequence[Wish]) -> str:
+    return f"without {' and '.join(wish.words for wish in given_up)}"

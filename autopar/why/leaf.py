@@ -11,24 +11,21 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import glob
-from collections import defaultdict
 from collections.abc import Sequence
 
 from autopar.explain.paths import layout_text
 from autopar.explain.strategies import PARAMETER_WORDS
-from autopar.explain.tables import where_text
 from autopar.explain.units import seconds_text
 from autopar.layouts.constraints import Rule
 from autopar.layouts.mesh import LogicalMesh
 from autopar.layouts.moves import all_layouts
 from autopar.pipeline_plan import PipelinePlan
-from autopar.plan import CollectivePlan, Plan, Spec, ValuePlan
+from autopar.plan import Plan, Spec, ValuePlan
+from autopar.why.added import SAME, Added, added_text, additions, not_waited_for
 from autopar.why.question import Question
 
 MOST_TRIED = 12
 """Layouts of a leaf that are tried; each is a search."""
-_SAME = 1e-9
-_ADDED = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +36,8 @@ class LayoutPrice:
         spec: the layout.
         step_s: predicted seconds per step of the best plan in which the leaf has it; None if there is none.
         peak_bytes: that plan's peak memory per device.
-        adds: what the step then waits for, or computes, more than in the plan, the leaf's own module first, and what it saves.
+        adds: what the step then does more than in the plan, the leaf's own module first, and what it saves; they add up to the
+            difference of the steps.
         moves: leaves that have another layout then, too.
         problem: why there is no such plan; empty if there is one.
     """
@@ -47,7 +45,7 @@ class LayoutPrice:
     spec: Spec
     step_s: float | None
     peak_bytes: int | None
-    adds: tuple[str, ...] = ()
+    adds: tuple[Added, ...] = ()
     moves: tuple[str, ...] = ()
     problem: str = ""
 
@@ -109,27 +107,9 @@ def _price(question: Question, leaf: ValuePlan, spec: Spec) -> LayoutPrice:
         spec=spec,
         step_s=forced.step_s,
         peak_bytes=forced.peak_bytes,
-        adds=_additions(question.plan, forced, leaf),
+        adds=additions(question.plan, forced, _module_of(leaf)),
         moves=tuple(dict.fromkeys(moved)),
     )
-
-
-def _additions(plan: Plan | PipelinePlan, other: Plan | PipelinePlan, leaf: ValuePlan) -> tuple[str, ...]:
-    """What the step of another plan waits for, or computes, more than that of this one: what the leaf has to do with first.
-
-    The last says what it saves, if it saves something.
-    """
-    here, there = _waited(_collectives(plan)), _waited(_collectives(other))
-    texts = {
-        f"{kind} over {', '.join(axes)} at {where}": there[kind, axes, where] - here[kind, axes, where]
-        for kind, axes, where in {**here, **there}
-    }
-    texts["compute"] = sum(one.compute_s for one in _plans(other)) - sum(one.compute_s for one in _plans(plan))
-    least, module = _SAME * plan.step_s, _module_of(leaf)
-    more = sorted((one for one in texts.items() if one[1] > least), key=lambda one: (module not in one[0], -one[1]))
-    saved_s = -sum(seconds for seconds in texts.values() if seconds < -least)
-    saved = (f"saves {seconds_text(saved_s)} elsewhere",) if saved_s else ()
-    return (*(f"{seconds_text(seconds)} of {text}" for text, seconds in more[:_ADDED]), *saved)
 
 
 def _module_of(leaf: ValuePlan) -> str:
@@ -137,15 +117,6 @@ def _module_of(leaf: ValuePlan) -> str:
     names = leaf.path.split("/")
     first = next((number for number, name in enumerate(names) if name in PARAMETER_WORDS), 0)
     return "/".join(names[first + 1 : -1]) or leaf.path
-
-
-def _waited(collectives: Sequence[CollectivePlan]) -> dict[tuple[str, tuple[str, ...], str], float]:
-    """Seconds per step that it waits for collectives, by kind, axes and place."""
-    waited: dict[tuple[str, tuple[str, ...], str], float] = defaultdict(float)
-    for item in collectives:
-        where = where_text([item.scope], item.source) or "the end of the step"
-        waited[item.kind, item.axes, where] += item.count * (item.predicted_s - item.hidden_s)
-    return waited
 
 
 def _what_decides(question: Question, leaf: ValuePlan, others: Sequence[LayoutPrice]) -> str:
@@ -156,12 +127,21 @@ def _what_decides(question: Question, leaf: ValuePlan, others: Sequence[LayoutPr
     if nearest is None or nearest.step_s is None:
         return "no other layout has a plan" if others else "it has no other layout on this mesh"
     more_s, text = nearest.step_s - question.plan.step_s, layout_text(nearest.spec)
-    if abs(more_s) <= _SAME * question.plan.step_s:
-        return f"nothing: {text} costs the same"
+    if abs(more_s) <= SAME * question.plan.step_s:
+        return f"nothing: {text} costs the same{_why_the_same(nearest)}"
     if more_s < 0:
         return f"the search, which ended before it found that {text} is faster"
-    what = f", which adds {' and '.join(nearest.adds)}" if nearest.adds else ""
+    what = f": it {added_text(nearest.adds)}" if nearest.adds else ""
     return f"the next best layout, {text}, costs {seconds_text(more_s)} more{what}"
+
+
+def _why_the_same(other: LayoutPrice) -> str:
+    """Why a layout costs nothing whose stage has other work: the step does not wait for that stage."""
+    more_s = not_waited_for(other.adds)
+    if not more_s:
+        return ""
+    change = f"{seconds_text(abs(more_s))} {'more' if more_s > 0 else 'less'}"
+    return f"; the stages have {change} to do, beside the work of others for which the step waits"
 
 
 def _price_of_rule(question: Question, rule: Rule, leaf: ValuePlan) -> str:
@@ -171,7 +151,7 @@ def _price_of_rule(question: Question, rule: Rule, leaf: ValuePlan) -> str:
         return f"{name}; without it, the rest {free}"
     spec = next((value.spec for value in _inputs(free) if value.path == leaf.path), leaf.spec)
     saved_s = question.plan.step_s - free.step_s
-    if saved_s <= _SAME * question.plan.step_s:
+    if saved_s <= SAME * question.plan.step_s:
         return f"{name}, which costs nothing"
     return f"{name}; without it the leaf is {layout_text(spec)} and the step takes {seconds_text(saved_s)} less"
 
@@ -199,7 +179,3 @@ def _plans(plan: Plan | PipelinePlan) -> list[Plan]:
 
 def _inputs(plan: Plan | PipelinePlan) -> list[ValuePlan]:
     return [value for one in _plans(plan) for value in one.inputs]
-
-
-def _collectives(plan: Plan | PipelinePlan) -> list[CollectivePlan]:
-    return [item for one in _plans(plan) for item in one.collectives]

@@ -18,6 +18,7 @@ from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
 from autopar.program.step import TracedStep
 from autopar.settings import Settings
+from autopar.why.added import added_text
 from autopar.why.conflict import BUDGET_S, Conflict, Relaxation, find_conflict
 from autopar.why.deadline import Deadline
 from autopar.why.leaf import LayoutPrice, LeafAnswer, why_leaf
@@ -147,5 +148,5 @@ def _cells(other: LayoutPrice, answer: LeafAnswer) -> tuple[str, ...]:
     more = "0 s" if abs(more_s) <= 1e-9 * answer.step_s else f"{'-' if more_s < 0 else ''}{share}"
     moved = [str(pattern) for pattern in path_patterns(other.moves)]
     follow = f"{', '.join(moved[:2])}{', ...' if len(moved) > 2 else ''} lie otherwise too" if moved else ""
-    adds = "; ".join(filter(None, [*other.adds, follow]))
+    adds = "; ".join(filter(None, [added_text(other.adds), follow]))
     return layout_text(other.spec), seconds_text(other.step_s), more, bytes_text(other.peak_bytes), adds

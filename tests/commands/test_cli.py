@@ -253,6 +253,10 @@ def test_a_pipe_that_is_closed_early_gives_no_traceback(tmp_path):
         ("plan json:nosuch", "has no attribute 'nosuch'; give an importable module:function"),
         ("plan json:__name__", "'json:__name__' must be a function without required arguments"),
         ("plan json:dumps", "'json:dumps' must be a function without required arguments"),
+        (
+            "explain nosuch.json --leaf batch/x",
+            "a plan file has no step to search again, which --leaf does: name the model",
+        ),
         ("show nosuch.json", "cannot read nosuch.json: No such file or directory"),
         ("show .", "cannot read .: Is a directory"),
         ("train gtp", "no model 'gtp'"),

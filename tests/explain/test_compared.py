@@ -3,6 +3,7 @@
 import dataclasses
 
 from autopar.explain import explain
+from autopar.explain.compared import repeated_text
 from autopar.plan import Alternative
 from tests.explain.test_pipelines import pipeline_of, stage_of
 from tests.plan_examples import BATCH, plan_of
@@ -120,3 +121,9 @@ def test_ways_that_differ_in_the_layers_of_recomputation_alone_say_of_how_many()
         "of 3 layers, 50.0% slower"
     ) in text
     assert "backward repeats 1 layer's forward work" in text
+
+
+def test_one_layer_is_not_several():
+    ways = [way(1, number, None, step_s=1.0) for number in (1, 2)]
+    one, two = (dataclasses.replace(a, recompute=True, recomputed_layers=n) for n, a in zip((1, 2), ways, strict=True))
+    assert (repeated_text(one), repeated_text(two)) == ("1 layer's forward work", "2 layers' forward work")

@@ -233,7 +233,11 @@ def test_other_ends_of_the_search_are_handed_on():
 @pytest.mark.parametrize(
     ("settled", "begin", "end"),
     [
-        (True, "no plan fits 10.0 KiB per device on 2 devices: on mesh (2,)", "memory_limit_bytes=20_000. A limit"),
+        (
+            True,
+            "no plan fits 10.0 KiB per device on 2 devices: on mesh (2,)",
+            "with room for 18% more temporaries than predicted, which XLA may need; the least that a plan was found to need is",
+        ),
         (False, "no plan was found that fits 10.0 KiB per device", "the search ended before it had tried every plan"),
     ],
 )

@@ -7,8 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.errors import ArgumentError
-from autopar.recording.compare import compare
+from autopar.explain.figures import parts_of
+from autopar.inter_op.pipeline_seconds import predict_step_s
+from autopar.pipeline_plan import TransferPlan
+from autopar.plan import Plan
+from autopar.recording.compare import compare, parts_of_step
 from autopar.recording.device_times import collective_runs, device_times
+from autopar.recording.page import page
 from tests.recording.recordings import PLAN, STAGES, in_stages, on_one_mesh, ran, span
 
 
@@ -29,14 +34,18 @@ def test_the_parts_of_one_mesh_are_means_over_its_devices():
             "communication that is waited for": (1.5e-3, (2 + 1 + 1 + 1) / 4e3),
             "all-reduce over y": (1e-3, 1.25e-3),
             "all-gather over x": (1e-3, 0.0),
-            "neither": (None, (0 + 0 + 1 + 1) / 4e3),
+            "the call that was looked into": (None, 7e-3),
+            "neither": (None, 7e-3 - 1.25e-3 - (2 + 1 + 1 + 1) / 4e3),
         }
     )
     assert found["step"].note == "the median of 3 calls"
     assert found["all-reduce over y"].note == "1 in the program, 20% of it for the last device to come"
     assert found["all-gather over x"].note == "none ran: XLA made something else of them"
     assert found["compute"].ratio == pytest.approx(0.625)
-    with pytest.raises(ArgumentError, match="no part 'update' of a recorded step; there are step, compute, "):
+    with pytest.raises(
+        ArgumentError,
+        match="no part 'update' of a recorded step; there are step, the call that was looked into, compute, ",
+    ):
         found["update"]
 
 
@@ -80,7 +89,10 @@ def test_the_parts_of_stages_are_those_of_the_busiest_mesh():
             "work of the busiest mesh": 12e-3,
             "bubble": 5e-3,
             "transfers that are waited for": 0.0,
-            "once per step, such as the update": 2e-3,
+            "the call that was looked into": 7e-3,
+            "once per step, such as the update": 1e-3,
+            "transfers once per step": 0.0,
+            "before the first task and after the last": 0.0,
             "forward of stage 0": 2e-3,
             "backward of stage 0": 4e-3,
             "forward of stage 1": 2e-3,
@@ -90,6 +102,46 @@ def test_the_parts_of_stages_are_those_of_the_busiest_mesh():
     assert found["forward of stage 1"].predicted_s == STAGES.stages[1].forward_s
     assert found["work of the busiest mesh"].predicted_s == pytest.approx(2 * 3e-3)
     assert found["bubble"].predicted_s == pytest.approx(3e-3)
+
+
+def looked_into(*spans, wall_s):
+    """A recording in stages whose second call was looked into, and took so long."""
+    base = in_stages()
+    calls = [dataclasses.replace(call, wall_s=wall_s) if call.is_detailed else call for call in base.calls]
+    return dataclasses.replace(base, calls=tuple(calls), spans=spans or base.spans)
+
+
+def test_what_is_measured_adds_up_to_the_call_that_was_looked_into_and_what_is_predicted_to_the_step():
+    late = (
+        span(1, "forward", 0, 4, 0),
+        span(1, "epilogue", 4, 5),
+        span(0, "receive", 3, 7, name="w", transfer=1),
+        span(1, "send", 5, 5, name="w", transfer=1),
+        span(0, "epilogue", 7, 8),
+    )
+    for recorded in (on_one_mesh(), looked_into(wall_s=20e-3), looked_into(*late, wall_s=9e-3)):
+        found = compare(recorded)
+        parts = parts_of_step(found)
+        looked = found["the call that was looked into"]
+        assert sum(part.measured_s or 0.0 for part in parts) == pytest.approx(looked.measured_s)
+        plan = recorded.plan
+        step_s = plan.step_s if isinstance(plan, Plan) else predict_step_s(plan)
+        assert sum(part.predicted_s or 0.0 for part in parts) == pytest.approx(step_s)
+        more = looked.measured_s / found["step"].measured_s - 1
+        assert looked.note == f"the parts below add up to it; {more:.0%} more than the step: looking takes time"
+    assert found["transfers once per step"].measured_s == pytest.approx(2e-3), "from when it is sent"
+    assert found["once per step, such as the update"].measured_s == pytest.approx(2e-3)
+    assert "looked into: call 2" in page(recorded)
+
+
+def test_what_happens_once_per_step_is_predicted_as_in_the_report_of_the_plan():
+    weights = TransferPlan(what="weights", source=0, target=1, count=1, bytes=4, predicted_s=1e-4)
+    plan = dataclasses.replace(STAGES, transfers=(*STAGES.transfers, weights))
+    found = compare(dataclasses.replace(in_stages(), plan_text=plan.to_json()))
+    told = {part.name: part.seconds for part in parts_of(plan)}
+    assert found["transfers once per step"].predicted_s == told["transfers once per step"] == 1e-4
+    name = "once per step, such as the update"
+    assert [found[name].predicted_s] == [seconds for what, seconds in told.items() if what.startswith(name)]
 
 
 def test_a_backward_in_two_halves_counts_as_one_and_a_transfer_from_when_it_was_sent():

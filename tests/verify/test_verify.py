@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
+from autopar.explain.verified import page
 from autopar.files.checked import VERIFICATION_SCHEMA, check_fields
 from autopar.intra_op.lowering import per_device
 from autopar.intra_op.memory.model import MemoryModel
@@ -269,15 +270,30 @@ def test_it_prints_as_at_most_40_lines_with_what_differs_first():
     lines = text.splitlines()
     assert len(lines) <= 40
     assert "over x99" in lines[3]
-    assert lines[-1] == "... and 16 more rows, 0 of them different"
+    assert lines[-1] == "... and 16 more rows, 0 of them different; verify --full lists all"
     assert "1 differs, 50 match" in lines[0]
 
 
 def test_equal_stages_are_one_row():
     rows = [row(verdict="matches", compiled=1.0, stage=stage) for stage in (0, 1, 2, 5)]
     lines = str(verification(*rows)).splitlines()
-    assert len(lines) == 4
-    assert lines[-1].startswith("stages 0 to 2, 5")
+    assert len(lines) == 5
+    assert lines[-2].startswith("stages 0 to 2, 5")
+    assert lines[-1].startswith("The 4 figures are 1 row: ")
+
+
+def test_each_kind_of_row_is_shown_and_full_shows_each_figure():
+    moved = [row(number, verdict="matches", compiled=1.0) for number in range(50)]
+    values = [row(topic="values", what=f"loss {n}", unit="error", verdict="matches", note="float32") for n in range(3)]
+    found = verification(*moved, *values)
+    lines = str(found).splitlines()
+    assert len(lines) <= 40
+    assert sum("all 3 results of float32" in line for line in lines) == 1
+    assert lines[0].endswith(": 53 match")
+    assert lines[-1].startswith("The 53 figures are 51 rows: ")
+    full = page(found, full=True)
+    assert len(full.splitlines()) == 3 + 53
+    assert all(f"loss {number}" in full for number in range(3))
 
 
 def test_figures_that_read_the_same_are_given_to_the_byte():

@@ -70,6 +70,7 @@ def test_each_layout_costs_what_the_plan_costs_in_which_a_constraint_forces_it(m
         assert forced.step_s - plan.step_s == pytest.approx(other.step_s - answer.step_s, rel=1e-9, abs=1e-15)
         assert forced.peak_bytes == other.peak_bytes
         assert other.step_s >= answer.step_s * (1 - 1e-9)
+        assert sum(one.seconds for one in other.adds) == pytest.approx(other.step_s - answer.step_s, abs=1e-15)
     assert [other.step_s for other in answer.others] == sorted(other.step_s for other in answer.others)
 
 
@@ -138,6 +139,11 @@ def test_a_plan_of_a_file_has_to_meet_its_step_before_it_is_asked():
         plan.why("state/params/nothing")
 
 
+def test_of_a_pipeline_the_leaves_of_all_stages_are_named_where_there_is_no_such_leaf():
+    with pytest.raises(PlanError, match="no leaf 'batch/z'; there are batch/x, batch/y, state/params/layer_0/up, "):
+        planned(**MODES["stages"]).why("batch/z")
+
+
 def test_copies_pickles_and_json_hold_no_question():
     plan = planned(**MODES["one mesh"])
     for other in (copy.deepcopy(plan), copy.copy(plan), pickle.loads(pickle.dumps(plan)), dataclasses.replace(plan)):
@@ -155,4 +161,4 @@ def test_the_command_line_asks_of_a_leaf_and_explain_takes_a_model(capsys):
         assert out.startswith("state/params/Dense_0/kernel, float32(32, 32): ")
         assert "The layouts it could have" in out
     assert main(["explain", *model, "--leaf", "state/params/Dense_9/kernel"]) == 2
-    assert "no leaf 'state/params/Dense_9/kernel'; there are" in capsys.readouterr().err
+    assert "no leaf 'state/params/Dense_9/kernel'; the nearest of " in capsys.readouterr().err

@@ -28,6 +28,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--values", action="store_true", help="also run one step, and compare its results with jax.jit on one device"
     )
+    parser.add_argument("--full", action="store_true", help="give each figure a row")
     add_json(parser, "a table")
     parser.add_argument("--hlo", type=Path, metavar="FILE", help="write the compiled modules, as XLA prints them")
     parser.add_argument(

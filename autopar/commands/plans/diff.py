@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import Console
 from rich.text import Text
@@ -20,22 +20,31 @@ from rich.text import Text
 from autopar.commands.plans.plan import read_plan
 from autopar.commands.terminal.printing import new_table, print_json
 from autopar.explain import standard_output
+from autopar.explain.figures import figures_of, seconds_of
 from autopar.explain.paths import layout_text, path_patterns
 from autopar.explain.units import bytes_text, seconds_text
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import CollectivePlan, Plan, ValuePlan
+from autopar.why.added import added_text, additions
 
 _MOST_ROWS = 20
 """So many leaves, and so many collectives, are listed unless all are asked for."""
+_SAME = 1e-9
+_OF_NO_MODULE = "\n"
+"""Part of no name: what is added is not asked of a module."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """A difference between two plans: its name, and its value in either plan as text; empty if a plan has none."""
+    """A difference between two plans: its name, and its value in either plan as text; empty if a plan has none.
+
+    `difference` is how much more or less it is in the second, of what is a number in both.
+    """
 
     name: str
     before: str
     after: str
+    difference: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,9 +54,10 @@ class Difference:
     Attributes:
         same_program: whether both are for the same program.
         decisions: meshes, stages, microbatches and the like.
-        predictions: seconds and bytes, of either plan also where they agree.
+        predictions: seconds and bytes, of either plan also where they agree, as the reports of the plans have them.
         leaves: leaves whose layout, or whose stages, differ.
         collectives: seconds per step and bytes by kind and axes, where they differ.
+        costs: what the step of the second takes more or less, in words.
     """
 
     same_program: bool
@@ -55,6 +65,7 @@ class Difference:
     predictions: tuple[Change, ...]
     leaves: tuple[Change, ...]
     collectives: tuple[Change, ...]
+    costs: str
 
 
 def diff(options: argparse.Namespace) -> int:
@@ -72,17 +83,54 @@ def compare(before: Plan | PipelinePlan, after: Plan | PipelinePlan) -> Differen
     return Difference(
         same_program=before.fingerprint == after.fingerprint,
         decisions=tuple(_changes(_decisions(before), _decisions(after))),
-        predictions=tuple(_changes(_predictions(before), _predictions(after), also_equal=True)),
+        predictions=tuple(_figure_changes(before, after)),
         leaves=tuple(_changes(_leaves(before), _leaves(after))),
-        collectives=tuple(_changes(_collectives(before), _collectives(after))),
+        collectives=tuple(_collective_changes(before, after)),
+        costs=_costs_text(before, after),
     )
 
 
-def _changes(before: dict[str, str], after: dict[str, str], *, also_equal: bool = False) -> Iterator[Change]:
+def _changes(before: dict[str, str], after: dict[str, str]) -> Iterator[Change]:
     for name in {**before, **after}:
         old, new = before.get(name, ""), after.get(name, "")
-        if also_equal or old != new:
+        if old != new:
             yield Change(name, old, new)
+
+
+def _figure_changes(before: Plan | PipelinePlan, after: Plan | PipelinePlan) -> Iterator[Change]:
+    """What either should cost, figure by figure, and the differences."""
+    old, new = figures_of(before), figures_of(after)
+    seconds = {
+        "step": (old.step_s, new.step_s),
+        "compute": (old.compute_s, new.compute_s),
+        "communication": (old.comm_s, new.comm_s),
+        "hidden behind compute": (old.hidden_s, new.hidden_s),
+    }
+    for name, (a, b) in seconds.items():
+        yield Change(name, seconds_text(a), seconds_text(b), _more_text(a, b, seconds_text))
+    a, b = old.peak_bytes, new.peak_bytes
+    yield Change("peak memory per device", bytes_text(a), bytes_text(b), _more_text(a, b, bytes_text))
+    bubbles = [f"{plan.bubble:.1%}" if isinstance(plan, PipelinePlan) else "" for plan in (before, after)]
+    if any(bubbles):
+        yield Change("bubble", *bubbles)
+
+
+def _more_text(before: float, after: float, text: Callable[[float], str]) -> str:
+    """How much more or less it is after than before, and the share."""
+    if abs(after - before) <= _SAME * abs(before):
+        return "the same"
+    share = f" ({abs(after - before) / before:.1%})" if before else ""
+    return f"{text(abs(after - before))}{share} {'more' if after > before else 'less'}"
+
+
+def _costs_text(before: Plan | PipelinePlan, after: Plan | PipelinePlan) -> str:
+    """What the second plan's step takes more or less than the first's, and of two of a kind for what."""
+    step = _more_text(before.step_s, after.step_s, seconds_text)
+    if step == "the same":
+        return "The second plan's step takes as long."
+    is_one_kind = isinstance(before, Plan) == isinstance(after, Plan) and before.fingerprint == after.fingerprint
+    why = f": it {added_text(additions(before, after, _OF_NO_MODULE))}" if is_one_kind else ""
+    return f"The second plan's step takes {step}{why}."
 
 
 def _stage_plans(plan: Plan | PipelinePlan) -> list[tuple[str, Plan]]:
@@ -134,15 +182,6 @@ def _count_devices(plan: Plan | PipelinePlan) -> int:
     return sum(meshes.values())
 
 
-def _predictions(plan: Plan | PipelinePlan) -> dict[str, str]:
-    """What it should cost, by name."""
-    found = {"step": seconds_text(plan.step_s), "peak memory per device": bytes_text(plan.peak_bytes)}
-    if isinstance(plan, PipelinePlan):
-        return found | {"bubble": f"{plan.bubble:.1%}"}
-    parts = {"compute": plan.compute_s, "communication": plan.comm_s, "hidden behind compute": plan.hidden_s}
-    return found | {name: seconds_text(seconds) for name, seconds in parts.items()}
-
-
 def _leaves(plan: Plan | PipelinePlan) -> dict[str, str]:
     """The layouts of the step's state and batch, by path; with their stages where there are several."""
     found: dict[str, list[str]] = defaultdict(list)
@@ -157,18 +196,30 @@ def _layout_text(value: ValuePlan) -> str:
     return f"{layout_text(value.spec)}, {bytes_text(value.bytes_per_device)}"
 
 
-def _collectives(plan: Plan | PipelinePlan) -> dict[str, str]:
-    """Seconds, bytes and times by kind and axes; of stages per microbatch, as their plans have them."""
+def _collective_changes(before: Plan | PipelinePlan, after: Plan | PipelinePlan) -> Iterator[Change]:
+    """Seconds, bytes and times per step by kind and axes, and by stage, where they differ."""
+    old, new = _collectives(before), _collectives(after)
+    for name in {**old, **new}:
+        ones, others = old.get(name, []), new.get(name, [])
+        texts = _collectives_text(ones), _collectives_text(others)
+        if texts[0] != texts[1]:
+            yield Change(name, *texts, _more_text(seconds_of(ones)[0], seconds_of(others)[0], seconds_text))
+
+
+def _collectives(plan: Plan | PipelinePlan) -> dict[str, list[CollectivePlan]]:
     groups: dict[str, list[CollectivePlan]] = defaultdict(list)
     for name, part in _stage_plans(plan):
         for one in part.collectives:
             groups[f"{one.kind} over {_words(one.axes)}{f' in {name}' if name else ''}"].append(one)
-    return {name: _collectives_text(ones) for name, ones in groups.items()}
+    return groups
 
 
 def _collectives_text(ones: Sequence[CollectivePlan]) -> str:
-    seconds, count = sum(one.count * one.predicted_s for one in ones), sum(one.count for one in ones)
-    return f"{seconds_text(seconds)}, {bytes_text(sum(one.count * one.bytes for one in ones))}, {count:,.0f} times"
+    if not ones:
+        return ""
+    count, size = sum(one.count for one in ones), sum(one.count * one.bytes for one in ones)
+    times = f"{count:,.0f} time{'s' * (count != 1)}"
+    return f"{seconds_text(seconds_of(ones)[0])}, {bytes_text(size)}, {times}"
 
 
 def _words(things: Sequence[object]) -> str:
@@ -187,6 +238,7 @@ def _print(console: Console, found: Difference, options: argparse.Namespace) -> 
     before, after = str(options.before), str(options.after)
     if not found.same_program:
         console.print("The plans are for different programs.\n", markup=False)
+    console.print(f"{found.costs}\n", markup=False, highlight=False, soft_wrap=True)
     sections = (
         ("Decisions", found.decisions),
         ("Predictions", found.predictions),
@@ -196,12 +248,14 @@ def _print(console: Console, found: Difference, options: argparse.Namespace) -> 
     for title, changes in sections:
         if not changes:
             continue
-        table = new_table(title, "", before, after, words=("", before, after))
+        columns = [before, after, *(["difference"] if any(change.difference for change in changes) else [])]
+        table = new_table(title, "", *columns, words=("", *columns))
         listed = len(changes) if options.full else _MOST_ROWS
         for change in changes[:listed]:
-            table.add_row(*map(Text, (change.name, change.before or "-", change.after or "-")))
+            cells = (change.name, change.before or "-", change.after or "-", change.difference)
+            table.add_row(*map(Text, cells[: 1 + len(columns)]))
         if len(changes) > listed:
-            table.add_row(f"... {len(changes) - listed} more, see --full", "", "")
+            table.add_row(f"... {len(changes) - listed} more, see --full")
         console.print(table)
         console.print()
     if not (found.decisions or found.leaves or found.collectives):

@@ -16,15 +16,15 @@ from autopar.why.report import WhyNot, why_not_until
 _FLAGS = (
     (r"data_parallel\(\)", "--data-parallel"),
     (r"zero(\d)\(\)", r"--zero \1"),
-    (r"mesh_shape=\[(.*)\]", "--mesh "),
+    (r"mesh_shape=\[(.*?)\]", "--mesh "),
     (r"num_stages=(\d+)", r"--stages \1"),
     (r"num_microbatches=(\d+)", r"--microbatches \1"),
     (r"virtual_stages=(\d+)", r"--virtual-stages \1"),
     (r"recompute='(\w+)'", r"--recompute \1"),
-    (r"collectives=\[(.*)\]", r"--collectives \1"),
+    (r"collectives=\[(.*?)\]", r"--collectives \1"),
     (r"memory_limit_bytes=(\d[\d_]*)", "--memory-limit "),
     (r"a higher memory_limit_bytes", "a higher --memory-limit"),
-    (r"devices=(\d+)", r"--devices \1"),
+    (r"\bdevices=(\d+)", r"--devices \1"),
 )
 
 
@@ -40,7 +40,7 @@ def in_flags(words: str) -> str:
     for pattern, flag in _FLAGS:
         found = re.search(pattern, words)
         if found is not None:
-            return words.replace(found[0], _with_value(flag, found))
+            words = words.replace(found[0], _with_value(flag, found))
     return words
 
 

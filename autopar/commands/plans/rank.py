@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 from rich.table import Table
 from rich.text import Text
 
-from autopar.commands.arguments.devices import DEFAULT_DEVICES
 from autopar.commands.arguments.subject import Subject, find_subject
-from autopar.commands.plans.parallel import count_devices_of_nodes, make_parallel
+from autopar.commands.plans.parallel import count_devices, count_devices_of_nodes, make_parallel
 from autopar.commands.plans.plan import plan_step
 from autopar.commands.terminal.live_line import live_line
 from autopar.commands.terminal.printing import new_table, print_json
@@ -78,11 +78,12 @@ def rank(options: argparse.Namespace) -> int:
 
 
 def _counts(cluster: str, options: argparse.Namespace) -> list[int]:
-    """The numbers of devices of a cluster that are compared, each once."""
-    counts = options.devices or (DEFAULT_DEVICES,)
+    """The numbers of devices of a cluster that are compared, each once. Raises ArgumentError for one that --mesh has not."""
+    counts: Sequence[int | None] = options.devices or (None,)
     if options.nodes is not None:
         counts = [count_devices_of_nodes(nodes, cluster) for nodes in options.nodes]
-    return list(dict.fromkeys(counts))
+    asked = [argparse.Namespace(**{**vars(options), "devices": count, "nodes": None}) for count in counts]
+    return list(dict.fromkeys(map(count_devices, asked)))
 
 
 def _plan_on(subject: Subject, cluster: str, count: int, options: argparse.Namespace) -> Ranked:
@@ -129,11 +130,18 @@ def make_table(rows: Sequence[Ranked]) -> Table:
         if row.step_s is None or row.device_s is None or row.peak_bytes is None:
             cells = ["-", "-", "-", _reason_text(row.reason)]
         else:
-            cells = [seconds_text(row.step_s), f"{row.device_s:.4g}", _memory_text(row), row.way]
+            cells = [seconds_text(row.step_s), seconds_text(row.device_s), _memory_text(row), row.way]
         if priced:
-            cells.insert(2, "-" if row.usd_per_1000_steps is None else f"{row.usd_per_1000_steps:,.2f}")
+            cells.insert(2, "-" if row.usd_per_1000_steps is None else _usd_text(row.usd_per_1000_steps))
         table.add_row(*map(Text, (row.cluster, str(row.devices), *cells)))
     return table
+
+
+def _usd_text(usd: float) -> str:
+    """A price in cents, or to three digits where that is finer: 12.34, 0.0567."""
+    if usd >= 1 or usd == 0:
+        return f"{usd:,.2f}"
+    return f"{usd:.{2 - math.floor(math.log10(usd))}f}"
 
 
 def _reason_text(reason: str) -> str:

@@ -22,6 +22,7 @@ from autopar.commands.terminal.interruption import interruptible
 from autopar.commands.terminal.live_line import live_line
 from autopar.errors import ArgumentError
 from autopar.explain import standard_output
+from autopar.explain.verified import page
 from autopar.files.whole_file import save
 from autopar.progress import enter
 from autopar.reports.report import html
@@ -45,7 +46,8 @@ def verify(options: argparse.Namespace) -> int:
         found = step.verify(*given, values=options.values)
     interruption.finish()
     console = standard_output()
-    console.print(found.to_json() if options.json else str(found), markup=False, highlight=False, soft_wrap=True)
+    text = found.to_json() if options.json else page(found, full=options.full)
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
     _write(options, step, subject)
     if options.html is not None:
         html(plan, options.html, verified=found)

@@ -57,6 +57,29 @@ def test_a_mesh_and_stages_are_compared(files, capsys):
     assert "[x" in capsys.readouterr().out  # a layout, not markup of the terminal
 
 
+def test_each_figure_has_its_difference_and_both_kinds_of_plans_have_the_same_figures(files, capsys, tmp_path):
+    found = differences(capsys, files / "whole.json", files / "stages.json")
+    known = {change["name"]: change for change in found["predictions"]}
+    for name in ("step", "compute", "communication", "hidden behind compute", "peak memory per device"):
+        assert known[name]["before"]
+        assert known[name]["after"]
+        assert known[name]["difference"].endswith((" more", " less", "the same"))
+    assert "(" in known["step"]["difference"]
+    assert found["costs"].startswith(f"The second plan's step takes {known['step']['difference']}")
+    assert run("diff", files / "whole.json", files / "stages.json") == 0
+    printed = capsys.readouterr().out
+    assert "difference" in printed
+    assert known["step"]["difference"] in printed
+
+
+def test_what_a_change_costs_is_said_of_two_plans_of_one_mesh(files, capsys):
+    found = differences(capsys, files / "whole.json", files / "zero.json")
+    assert " more: it adds " in found["costs"]
+    assert "all-gather over x" in found["costs"]
+    same = differences(capsys, files / "zero.json", files / "zero.json")
+    assert same["costs"] == "The second plan's step takes as long."
+
+
 def test_plans_for_different_programs_are_said_to_be_so(files, capsys):
     assert not differences(capsys, files / "whole.json", files / "other.json")["same_program"]
     assert run("diff", files / "whole.json", files / "other.json") == 0

@@ -6,6 +6,7 @@ import pytest
 
 from autopar.cost_model.cluster_files import cluster_to_json
 from autopar.cost_model.hardware import find_cluster
+from autopar.explain.units import seconds_text
 from tests.commands.command_line import SMALL, planned, run
 from tests.commands.documents import document
 
@@ -75,12 +76,25 @@ def test_where_nothing_fits_the_row_says_why_and_the_status_that_none_does(capsy
             "--devices and --nodes say the same in two ways",
         ),
         (("--clusters", "cpu", "--nodes", "1"), "cluster cpu joins any number of devices and has no machines to count"),
+        (("--clusters", "dgx-h100", "--devices", "12", "--mesh", "8"), "--mesh has 8 devices and --devices is 12"),
         (("--clusters", "dgx-h100", "--cluster", "dgx-h100"), "did you mean --clusters"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(argv, words, capsys):
     assert run("rank", "mlp", *argv) == 2
     assert words in capsys.readouterr().err
+
+
+def test_small_prices_have_digits_and_times_have_units(capsys, tmp_path):
+    argv = ("--clusters", with_price(tmp_path, "dgx-h100", 3.6), "--mesh", "2")
+    row = ranked(capsys, *argv)[0]
+    assert row["devices"] == 2, "those of the mesh"
+    assert row["usd_per_1000_steps"] < 0.005
+    assert run("rank", "mlp", *SMALL, *argv) == 0
+    printed = capsys.readouterr().out
+    assert f" {row['usd_per_1000_steps']:.2}" in printed
+    assert " 0.00 " not in printed
+    assert f" {seconds_text(row['device_s'])} " in printed
 
 
 @pytest.mark.sweep
