@@ -1,7 +1,8 @@
 """The command line, `python -m autopar COMMAND`; `--help` lists the commands.
 
 Arguments in, one call of `autopar.commands` out. An argument that cannot be used is one line on standard error and exit
-status 2; Ctrl-C is exit status 130, also where a plan was printed that the search had until then.
+status 2, and so is an error of the user's own code, with the lines of it that led there. Ctrl-C is exit status 130, also where
+a plan was printed that the search had until then.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TextIO
 
 from autopar.commands.parser import read
+from autopar.commands.terminal.users_error import describe_users_error
 from autopar.errors import AutoparError, AutoparWarning
 
 USAGE_ERROR, INTERRUPTED = 2, 130
@@ -19,6 +21,7 @@ USAGE_ERROR, INTERRUPTED = 2, 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status."""
+    options = None
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _shorten(warnings.showwarning)
@@ -26,6 +29,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             return int(options.run(options))
     except AutoparError as error:
         sys.stderr.write(f"autopar: {error}\n")
+        return USAGE_ERROR
+    except Exception as error:
+        said = describe_users_error(error)
+        if said is None or getattr(options, "verbose", False):
+            raise
+        sys.stderr.write(f"autopar: {said}\n")
         return USAGE_ERROR
     except KeyboardInterrupt as interrupt:
         words = f": {interrupt}" if str(interrupt) else ""

@@ -64,6 +64,7 @@ def decide(settings: Settings, traced: TracedStep) -> Planned:
 
     Raises ArgumentError, ConstraintError, OutOfMemoryError, PlanError, UnsupportedProgramError.
     """
+    _check_size(settings)
     marked = mark_statistics(traced) if settings.batch_statistics == "microbatch" else traced
     restore = functools.partial(_restore, settings, marked)
     if settings.plan is not None:
@@ -77,6 +78,17 @@ def decide(settings: Settings, traced: TracedStep) -> Planned:
             raise
     planned.plan.know_question(settings, traced)
     return planned
+
+
+def _check_size(settings: Settings) -> None:
+    """Raises ArgumentError if the cluster has fewer devices than are asked for."""
+    cluster, devices = choose_cluster(settings), count_devices(settings)
+    most = cluster.tiers[-1].devices if cluster.tiers else None
+    if most is not None and devices > most:
+        raise ArgumentError(
+            f"cluster {cluster.name!r} has at most {most} devices, not {devices}: ask for fewer, or name a cluster that joins "
+            "such machines by a network"
+        )
 
 
 def _search_timed(settings: Settings, traced: TracedStep) -> Planned:
