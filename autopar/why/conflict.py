@@ -36,6 +36,8 @@ BUDGET_S = 60.0
 """How long to look where nobody says it and planning has no limit."""
 _SEARCH = 0.8
 """Of a search's share of the time, for finding plans; in the rest it describes the one that it has."""
+_TIMES_STATE = (1.5, 3.0)
+"""Limits to try where the state alone is too large, as multiples of what it takes on a device."""
 _ROOM = 1.25
 """A limit above a plan's own peak by this factor has room for what XLA may need beyond the prediction."""
 _FOR_WISHES = 0.6
@@ -92,7 +94,7 @@ def find_conflict(settings: Settings, traced: TracedStep, error: OutOfMemoryErro
         error: that says so.
         deadline: until when to look.
     """
-    tries, limit = _Tries(settings, traced, deadline), make_request(settings).memory_limit_bytes or 0
+    tries, limit = _Tries(settings, traced, deadline), _limit_of(settings)
     for number in range(_ROUNDS):
         tries.is_last = number == _ROUNDS - 1
         wishes, is_smallest = _conflicting(tries, deadline.clock.part(_FOR_WISHES))
@@ -108,9 +110,7 @@ def find_conflict(settings: Settings, traced: TracedStep, error: OutOfMemoryErro
         ),
         is_smallest=is_smallest,
         is_settled=error.is_settled,
-        state_bytes=math.ceil(
-            bytes_held(leaf for leaf in traced.inputs if leaf.role != "batch") / count_devices(settings)
-        ),
+        state_bytes=math.ceil(_state_bytes(traced, settings)),
     )
 
 
@@ -260,16 +260,33 @@ def _needed(tries: _Tries) -> Sequence[Wish]:
 
 
 def _with_more_memory(tries: _Tries, error: OutOfMemoryError) -> Relaxation:
-    """The lowest limit that is known to do, or one that does for the fastest plan without a limit."""
-    settings, needed = tries.settings, error.needed_bytes
-    if needed is not None:
+    """The lowest limit that is known to do, or a low one that does, or one that does for the fastest plan without a limit."""
+    settings, known = tries.settings, error.needed_bytes
+    for needed in _low_limits(tries) if known is None else (known,):
         words = f"memory_limit_bytes={needed:_} ({bytes_text(needed)} per device)"
-        return tries.price(words, dataclasses.replace(settings, memory_limit_bytes=needed))
+        found = tries.price(words, dataclasses.replace(settings, memory_limit_bytes=needed))
+        if known is not None or found.step_s is not None or not found.is_tried:
+            return found
     free = tries.plan("without a memory limit", dataclasses.replace(settings, memory_limit_bytes=2**60))
     if free is None or isinstance(free, str):
         return _of_plan("a higher memory_limit_bytes", free)
     needed = int(_ROOM * free.peak_bytes)
     return _of_plan(f"memory_limit_bytes={needed:_} ({bytes_text(needed)} per device)", free)
+
+
+def _low_limits(tries: _Tries) -> tuple[int, ...]:
+    """Limits to try where the state alone is too large: the fastest plan without a limit may take far more than is needed."""
+    state = _state_bytes(tries.traced, tries.settings)
+    return tuple(int(times * state) for times in _TIMES_STATE) if state > _limit_of(tries.settings) else ()
+
+
+def _state_bytes(traced: TracedStep, settings: Settings) -> float:
+    """Of the state on each device, if it is spread evenly over all of them."""
+    return bytes_held(leaf for leaf in traced.inputs if leaf.role != "batch") / count_devices(settings)
+
+
+def _limit_of(settings: Settings) -> int:
+    return make_request(settings).memory_limit_bytes or 0
 
 
 def _on_more_devices(settings: Settings) -> Settings:
