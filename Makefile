@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-sweeps test-all test-libraries test-gpu-compiler lint format types contracts docs bench setup clean
+.PHONY: help demo test test-sweeps test-all test-libraries test-gpu-compiler lint format types contracts docs bench figures setup clean
 
 help:
 	@echo "make setup      an environment in $(VENV); its commands are in $(BIN), such as $(BIN)/autopar"
@@ -21,7 +21,8 @@ help:
 	@echo "make lint | types | contracts     ruff | mypy --strict | import-linter"
 	@echo "make format     let ruff mend what it can"
 	@echo "make docs       the pages as a site, in build/site; warnings are errors"
-	@echo "make bench      the scripts in benchmarks/, one after the other"
+	@echo "make bench      the scripts in benchmarks/ that need no argument, one after the other; hours"
+	@echo "make figures    the tables and pictures in docs/benchmarks/; rows that are known are kept, the others take hours"
 	@echo "make clean      remove environments, caches and build outputs"
 
 demo: $(READY)
@@ -68,7 +69,16 @@ docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 bench: $(READY)
-	set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script; done
+	@left=; for script in $$(grep -l __main__ benchmarks/*.py); do \
+	  echo "== $$script"; $(BIN)/python $$script || left="$$left\n$$script: exit status $$?"; \
+	done; printf "$${left:+These failed, missed a target (1), or need arguments (2):$$left\n}"
+
+figures: $(READY)
+	$(BIN)/python benchmarks/baselines_real.py --rounds 21 --plot
+	-$(BIN)/python benchmarks/weak_scaling.py
+	-$(BIN)/python benchmarks/ablations.py
+	$(BIN)/python benchmarks/weak_scaling.py --plot
+	$(BIN)/python benchmarks/ablations.py --plot
 
 setup: $(READY)
 
