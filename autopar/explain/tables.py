@@ -352,6 +352,8 @@ def _candidate_verdict(candidate: Candidate, plan: Plan) -> str:
     seconds = candidate.at_least_s if candidate.step_s is None else candidate.step_s
     if seconds is None:
         return ""
+    if seconds_text(seconds) == seconds_text(plan.step_s):
+        return "no faster"
     if seconds < plan.step_s:
         return f"could save at most {1 - seconds / plan.step_s:.1%}: left, as its search would take longer than that is worth"
     at_least = "at least " if candidate.step_s is None else ""
