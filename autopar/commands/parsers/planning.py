@@ -40,10 +40,13 @@ def add_planning(parser: argparse.ArgumentParser, *, on_each_core: bool, many: b
         "--zero",
         type=int,
         choices=(1, 2, 3),
-        help="data parallel, with optimizer state (1), also gradients (2), also parameters (3) split over the devices",
+        help="data parallel, with optimizer state (1), also gradients (2), also parameters (3) split over the devices; on "
+        "one mesh, unless --stages is given",
     )
     group.add_argument(
-        "--data-parallel", action="store_true", help="split the batch over all devices, and nothing else"
+        "--data-parallel",
+        action="store_true",
+        help="split the batch over all devices, and keep the whole state on each; on one mesh, unless --stages is given",
     )
     _add_allowed(group)
     _add_search(parser, on_each_core=on_each_core)

@@ -39,7 +39,7 @@ def make_parallel(
         cluster=options.cluster,
         allow_redundant_compute=options.allow_redundant_compute,
         collectives=options.collectives,
-        num_stages=options.stages or "auto",
+        num_stages=options.stages or _open_stages(options),
         num_microbatches=options.microbatches or "auto",
         batch_statistics=options.batch_statistics,
         schedule=options.schedule,
@@ -50,6 +50,12 @@ def make_parallel(
         plan_cache=options.plan_cache,
     )
     return made
+
+
+def _open_stages(options: argparse.Namespace) -> Literal[1, "auto"]:
+    """How many stages there may be where nobody says it: one, if the step is to be data parallel over all devices."""
+    is_of_stages = options.schedule != "auto" or len(options.mesh or ()) > 1
+    return 1 if (options.data_parallel or options.zero) and not is_of_stages else "auto"
 
 
 def _mesh_shape(meshes: Sequence[MeshShape] | None) -> MeshShape | list[MeshShape] | Literal["auto"]:
