@@ -11,6 +11,9 @@ from pathlib import Path
 
 from autopar.errors import ArgumentError
 
+RECORDED_STEP = 2
+"""The step that `train --timeline` looks into: XLA compiles in the first."""
+
 
 def check_readable(path: Path) -> None:
     """ArgumentError if a file cannot be read."""
@@ -24,6 +27,24 @@ def check_folder(path: Path | None) -> None:
     """ArgumentError if the folder of a file to be written does not exist; None is no file."""
     if path is not None and not path.parent.is_dir():
         raise ArgumentError(f"cannot write {path}: there is no folder {path.parent}")
+
+
+def check_train(options: argparse.Namespace) -> None:
+    """ArgumentError if what `train` is to keep cannot be written, or the recorded step is not made."""
+    check_folder(options.timeline)
+    if options.timeline is not None and options.steps < RECORDED_STEP:
+        raise ArgumentError(f"--timeline looks into step {RECORDED_STEP}, and --steps is {options.steps}: give more")
+    if options.save_every is not None or options.resume:
+        _check_checkpoints(options.checkpoints)
+
+
+def _check_checkpoints(folder: Path) -> None:
+    """ArgumentError if it is a file, or would need more than one new folder."""
+    folder = folder.expanduser()
+    if folder.exists() and not folder.is_dir():
+        raise ArgumentError(f"--checkpoints {folder} is a file: name a folder")
+    if not folder.absolute().parent.is_dir():
+        raise ArgumentError(f"--checkpoints {folder}: there is no folder {folder.absolute().parent} to make it in")
 
 
 def check_simulate(options: argparse.Namespace) -> None:

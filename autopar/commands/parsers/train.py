@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from autopar.commands.arguments import values
+from autopar.commands.arguments.checks import check_train
 from autopar.commands.parsers.planning import add_planning
 from autopar.commands.parsers.printed import add_json
 from autopar.commands.parsers.sizes import TRAINED_HELP
@@ -41,4 +42,5 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--timeline", type=Path, metavar="FILE", help="write a recording of the second step as a Chrome trace"
     )
     parser.add_argument("--full", action="store_true", help="give each leaf and collective of the plan a row")
+    parser.set_defaults(check=check_train)
     add_json(parser)

@@ -14,11 +14,10 @@ from pathlib import Path
 from rich.console import Console
 
 from autopar.api import ParallelStep
-from autopar.errors import ArgumentError
+from autopar.commands.arguments.checks import RECORDED_STEP
 from autopar.measuring.recorder import record
 from autopar.recording.run import RecordedRun
 
-RECORDED_STEP = 2
 TIMED_STEPS = 6
 """Steps that are recorded; those behind them run as they would without."""
 
@@ -29,15 +28,6 @@ class Recorder:
 
     step: ParallelStep
     run: RecordedRun = dataclasses.field(default_factory=RecordedRun)
-
-    @classmethod
-    def of(cls, step: ParallelStep, path: Path, *, steps: int) -> Recorder:
-        """Make a recorder for a run of so many steps; ArgumentError without a folder for the file, or a step to look into."""
-        if not path.absolute().parent.is_dir():
-            raise ArgumentError(f"cannot write {path}: there is no folder {path.parent}")
-        if steps < RECORDED_STEP:
-            raise ArgumentError(f"--timeline looks into step {RECORDED_STEP}, and --steps is {steps}: give more")
-        return cls(step)
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:

@@ -145,6 +145,7 @@ def train_model(
     devices = find_devices(options.devices if options.mesh is None and options.nodes is None else asked)
     shapes = training.trainee.subject
     step = make_parallel(shapes.step, devices, options)
+    first = _first_number(options, saves, step, whole=compare or options.timeline is not None)
     with live_line(options.verbose), interruptible(step.stop_planning) as interruption:
         plan = plan_step(step, shapes, options)
     if not options.json:
@@ -152,8 +153,7 @@ def train_model(
     interruption.finish()
     with live_line(options.verbose):
         _compile(step, shapes)
-    recorder = Recorder.of(step, options.timeline, steps=training.steps) if options.timeline else None
-    first = _first_number(options, saves, step, whole=compare or recorder is not None)
+    recorder = Recorder(step) if options.timeline else None
     first_state = first_state_of(training, step) if compare and reference is None else None
     record = Record(first)
     with contextlib.nullcontext() if recorder is None else recorder.recording():

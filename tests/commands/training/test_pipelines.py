@@ -10,7 +10,8 @@ import pytest
 from rich.console import Console
 
 from autopar import RecordedRun
-from autopar.commands.training import recording
+from autopar.checkpoints import folder
+from autopar.commands.training import recording, train
 from autopar.explain import explain
 from autopar.pipeline_plan import PipelinePlan, plan_from_json
 from autopar.reports.report import draw_schedule, show
@@ -111,12 +112,28 @@ def test_a_timeline_of_one_mesh_has_its_operations(capsys, tmp_path):
     assert RecordedRun.load(trace).data.detailed == (2,)
 
 
-def test_a_timeline_needs_a_folder_and_a_second_step(capsys, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--steps", "1", "--timeline", "trace.json"], "--timeline looks into step 2, and --steps is 1: give more"),
+        (["--timeline", "nosuch/trace.json"], "cannot write nosuch/trace.json: there is no folder nosuch"),
+        (["--checkpoints", "file", "--save-every", "1"], "--checkpoints file is a file: name a folder"),
+        (["--checkpoints", "file", "--resume"], "--checkpoints file is a file: name a folder"),
+        (["--checkpoints", "nosuch/kept", "--save-every", "1"], "--checkpoints nosuch/kept: there is no folder"),
+        (["--checkpoints", "old", "--save-every", "1"], "old has checkpoints, of step 3 the last"),
+    ],
+)
+def test_where_a_run_writes_is_looked_at_before_a_plan_is_sought(capsys, monkeypatch, tmp_path, flags, said):
+    def search(*_):
+        raise AssertionError("a plan was sought")
+
+    monkeypatch.setattr(train, "plan_step", search)
+    monkeypatch.setattr(folder, "complete_numbers", lambda path: [3] if path.name == "old" else [])
     monkeypatch.chdir(tmp_path)
-    assert run("train", "mlp", *SMALL, "--mesh", "2", "--steps", "1", "--timeline", "trace.json") == 2
-    assert "--timeline looks into step 2, and --steps is 1: give more" in capsys.readouterr().err
-    assert run("train", "mlp", *SMALL, "--mesh", "2", "--steps", "2", "--timeline", "nosuch/trace.json") == 2
-    assert "cannot write nosuch/trace.json: there is no folder nosuch" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert run("train", "mlp", *SMALL, "--mesh", "2", *flags) == 2
+    assert said in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
 
 
 def test_a_run_that_was_stopped_before_the_recorded_step_has_no_timeline(tmp_path):
