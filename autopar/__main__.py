@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import TextIO
 
+from autopar.commands.arguments.in_flags import in_flags
 from autopar.commands.parser import read
 from autopar.commands.terminal.users_error import describe_users_error
 from autopar.errors import AutoparError, AutoparWarning
@@ -28,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             options = read(list(sys.argv[1:] if argv is None else argv))
             return int(options.run(options))
     except AutoparError as error:
-        sys.stderr.write(f"autopar: {error}\n")
+        sys.stderr.write(f"autopar: {in_flags(str(error))}\n")
         return USAGE_ERROR
     except Exception as error:
         said = describe_users_error(error)

@@ -236,7 +236,7 @@ def test_a_pipe_that_is_closed_early_gives_no_traceback(tmp_path):
             "plan mlp --mesh 2 --virtual-stages 2",
             "--schedule and --virtual-stages are for pipelines, and this plan has",
         ),
-        ("plan mlp --stages 2 --microbatches 3", "num_microbatches=3 does not divide the examples of the batch"),
+        ("plan mlp --stages 2 --microbatches 3", "--microbatches 3 does not divide the examples of the batch"),
         (
             "plan mlp --stages 3",
             "8 devices cannot be shared equally by 3 stages; use 1 or 2 or 4 or 8 stages, or give each",

@@ -9,7 +9,7 @@ import pytest
 
 import autopar
 from autopar.__main__ import main
-from autopar.commands.plans.flags import in_flags
+from autopar.commands.arguments.in_flags import in_flags
 from autopar.errors import ArgumentError, OutOfMemoryError, PlanError
 from autopar.progress import listening
 from autopar.why import conflict

@@ -3,7 +3,7 @@
 import pytest
 
 import autopar
-from autopar.commands.plans.flags import in_flags
+from autopar.commands.arguments.in_flags import in_flags
 from autopar.errors import OutOfMemoryError
 from autopar.why import conflict
 from autopar.why.question import OUT_OF_TIME
