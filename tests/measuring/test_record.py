@@ -81,7 +81,7 @@ def test_each_task_of_a_pipeline_has_a_span_and_each_transfer_two(stages):
 def test_a_recording_prints_and_is_kept(one_mesh, stages, tmp_path):
     for run in (one_mesh, stages):
         text = str(run)
-        assert text.startswith("3 calls of train_step on cpu; looked into: 2\n")
+        assert text.startswith("3 calls of train_step on cpu; looked into: call 2\n")
         assert len(text.splitlines()) <= 40
         run.save(tmp_path / "run.json")
         assert autopar.RecordedRun.load(tmp_path / "run.json").data == run.data
