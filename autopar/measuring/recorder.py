@@ -47,8 +47,10 @@ def record(
         A `RecordedRun`, which has something to say when the block ends: print it.
 
     Raises:
-        ArgumentError: `details` is negative, or `calls` is not above zero.
+        ArgumentError: `step` is something else, `details` is negative, or `calls` is not above zero.
     """
+    if not isinstance(step, ParallelStep | CompiledStep | CompiledPipeline):
+        raise ArgumentError(f"record takes a step that `parallelize` made, or compiled, not a {type(step).__name__}")
     if details < 0:
         raise ArgumentError(f"details={details} counts calls from 0")
     if calls is not None and calls < 1:

@@ -4,7 +4,7 @@ In: a recording. Out: `Straggler`s. Equals are
 
     devices of one mesh    by what they compute in a call: all run one program on shards of one size
     meshes of a pipeline   by the time of their tasks over what the plan says of them
-    tasks                  by the other microbatches of the same stage and kind
+    tasks                  by the other microbatches of the same stage and kind, if these are two or more
 
 and each is held against the median of the others. What can go wrong: shards that are not of one size, such as the last of a
 dimension that does not divide; and on devices that share cores, other programs.
@@ -23,6 +23,8 @@ from autopar.recording.recorded import TASKS, Recorded, RecordedSpan
 
 MORE_THAN = 0.2
 """The share of its equals' median by which something takes longer, from which on it is named."""
+_FEWEST_TASKS = 3
+"""Of two, nobody knows which is the slow one."""
 _SHORTEST_S = 20e-6
 """Differences of fewer seconds than this say nothing: clocks and threads take as long."""
 
@@ -35,7 +37,7 @@ class Straggler:
         kind: `device`, `mesh` or `task`.
         what: which, in words.
         seconds: what it takes; of a mesh in a step, of a device in a call.
-        equals_s: the median of its equals.
+        equals_s: the median of its equals; of a mesh, what its work would take at the pace of the others.
     """
 
     kind: str
@@ -50,10 +52,9 @@ class Straggler:
 
     def __str__(self) -> str:
         """One sentence without a full stop."""
-        return (
-            f"{self.what} takes {seconds_text(self.seconds)}, {self.excess:.0%} longer than the median of its equals, "
-            f"{seconds_text(self.equals_s)}"
-        )
+        than = "as much work takes on the others" if self.kind == "mesh" else "the median of its equals"
+        took, expected = seconds_text(self.seconds), seconds_text(self.equals_s)
+        return f"{self.what} takes {took}, {self.excess:.0%} longer than {than}, {expected}"
 
 
 def find_stragglers(recorded: Recorded, *, more_than: float = MORE_THAN) -> tuple[Straggler, ...]:
@@ -104,7 +105,8 @@ def _tasks(recorded: Recorded) -> Iterator[Straggler]:
             alike.setdefault((span.call, span.stage, span.kind), []).append(span)
     for spans in alike.values():
         by_number = dict(enumerate(spans))
-        for number, others_s in _each_beside_others({n: span.seconds for n, span in by_number.items()}):
+        seconds = {number: span.seconds for number, span in by_number.items()}
+        for number, others_s in _each_beside_others(seconds) if len(seconds) >= _FEWEST_TASKS else ():
             span = by_number[number]
             yield Straggler(
                 kind="task",

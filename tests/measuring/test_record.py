@@ -131,3 +131,12 @@ def test_a_block_that_fails_raises_its_own_error_and_leaves_the_profiler_free(tm
         raise ZeroDivisionError
     jax.profiler.start_trace(str(tmp_path))
     jax.profiler.stop_trace()
+
+
+@pytest.mark.parametrize("step", [lambda state, batch: state, None])
+def test_a_step_that_is_not_parallel_is_refused(step):
+    with (
+        pytest.raises(autopar.ArgumentError, match="record takes a step that `parallelize` made"),
+        autopar.record(step),
+    ):
+        pass
