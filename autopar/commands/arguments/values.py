@@ -52,7 +52,9 @@ def byte_count(text: str) -> int:
     """16GB (10^9) or 16GiB (2^30); a plain number is bytes."""
     match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+) *([A-Za-z]*)", text.strip())
     factor = _FACTORS_BY_NAME.get((match[2] or "B").lower()) if match else None
-    if match is None or factor is None or float(match[1]) * factor < 1:
+    if match and factor and float(match[1]) * factor < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is less than a byte")
+    if match is None or factor is None:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a size; write a number and one of {', '.join(_BYTE_FACTORS)}, such as 16GB or 16GiB"
         )
@@ -100,7 +102,10 @@ def byte_counts(text: str) -> tuple[int, ...]:
 
 def names(text: str) -> tuple[str, ...]:
     """Words with commas between them."""
-    return tuple(word.strip() for word in text.split(","))
+    found = tuple(word.strip() for word in text.split(","))
+    if not all(found):
+        raise argparse.ArgumentTypeError(f"{text!r} has nothing before or after a comma")
+    return found
 
 
 def seconds(text: str) -> float | None:

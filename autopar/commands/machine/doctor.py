@@ -30,6 +30,7 @@ from autopar.commands.terminal.printing import new_table, print_json
 from autopar.compat import make_mesh
 from autopar.cost_model.cores import available_cores
 from autopar.cost_model.hardware import find_preset
+from autopar.errors import ArgumentError
 from autopar.explain import standard_output
 from autopar.explain.units import bytes_text, seconds_text
 from autopar.plan_cache.folder import cache_folder
@@ -81,9 +82,14 @@ def examine(count: int | None) -> Iterator[Finding]:
         ("links", lambda: _links(count)),
         ("a step", lambda: _step(count)),
     )
+    said = dict[str, str]()
     for name, check in checks:
         try:
             yield from check()
+        except ArgumentError as error:
+            words = str(error)
+            yield Finding(name, "wrong", f"as {said[words]}" if words in said else words)
+            said.setdefault(words, name)
         except Exception as error:  # noqa: BLE001 - whatever a check raises is what it found
             where = traceback.extract_tb(error.__traceback__)[-1]
             yield Finding(name, "wrong", f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})")

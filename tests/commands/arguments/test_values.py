@@ -17,10 +17,22 @@ def test_sizes_are_read_with_decimal_and_binary_units(text, size):
     assert values.byte_count(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GB", "16G", "-1GB", "0", "1e9", "0.1B", "16 XB"])
+@pytest.mark.parametrize("text", ["", "GB", "16G", "-1GB", "1e9", "16 XB"])
 def test_a_size_that_is_ambiguous_or_none_is_refused(text):
     with pytest.raises(argparse.ArgumentTypeError, match="is not a size; write a number and one of B, KB, MB"):
         values.byte_count(text)
+
+
+@pytest.mark.parametrize("text", ["0", "0.1B"])
+def test_a_size_of_nothing_is_refused_as_such(text):
+    with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is less than a byte"):
+        values.byte_count(text)
+
+
+def test_words_between_commas_are_not_empty():
+    assert values.names("a, b") == ("a", "b")
+    with pytest.raises(argparse.ArgumentTypeError, match="has nothing before or after a comma"):
+        values.names(",")
 
 
 @pytest.mark.parametrize(

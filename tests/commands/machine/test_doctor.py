@@ -42,3 +42,10 @@ def test_devices_that_are_not_there_are_refused_or_found_wrong(argv, capsys):
     output = capsys.readouterr()
     assert status == (2 if argv[1] == "0" else 1)
     assert "1000 devices are asked for" in output.out or "'0' is not a whole number" in output.err
+
+
+def test_devices_that_are_not_there_are_told_once_without_a_line_of_autopar(capsys):
+    found = {one["name"]: one for one in document(capsys, "doctor", "--devices", "99", status=1)["findings"]}
+    assert found["devices"]["text"].startswith("99 devices are asked for")
+    assert ".py:" not in found["devices"]["text"]
+    assert {found[name]["text"] for name in ("collectives", "links", "a step")} == {"as devices"}
