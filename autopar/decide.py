@@ -48,6 +48,7 @@ from autopar.settings import (
     describe_question,
     list_devices,
     make_request,
+    most_devices,
     plan_to_follow,
 )
 from autopar.solver.budget import LeftError
@@ -82,12 +83,12 @@ def decide(settings: Settings, traced: TracedStep) -> Planned:
 
 def _check_size(settings: Settings) -> None:
     """Raises ArgumentError if the cluster has fewer devices than are asked for."""
-    cluster, devices = choose_cluster(settings), count_devices(settings)
-    most = cluster.tiers[-1].devices if cluster.tiers else None
-    if most is not None and devices > most:
+    devices, most = count_devices(settings), most_devices(settings)
+    if devices > most:
+        name = choose_cluster(settings).name
         raise ArgumentError(
-            f"cluster {cluster.name!r} has at most {most} devices, not {devices}: ask for fewer, or name a cluster that joins "
-            "such machines by a network"
+            f"cluster {name!r} has at most {most} devices, not {devices}: ask for fewer, or name a cluster that joins such "
+            "machines by a network"
         )
 
 

@@ -138,6 +138,12 @@ def choose_one_mesh(settings: Settings) -> tuple[LogicalMesh, ...]:
     return settings.meshes
 
 
+def most_devices(settings: Settings) -> float:
+    """How many devices the cluster joins."""
+    tiers = choose_cluster(settings).tiers
+    return (tiers[-1].devices if tiers else None) or math.inf
+
+
 def make_request(settings: Settings, meshes: tuple[LogicalMesh, ...] = ()) -> PlanRequest:
     """What the planner is asked; `meshes` are left out for a pipeline, whose stages have their own."""
     cluster = choose_cluster(settings)

@@ -26,7 +26,7 @@ from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
 from autopar.program.step import TracedStep
 from autopar.progress import enter
-from autopar.settings import Settings, count_devices, make_request
+from autopar.settings import Settings, count_devices, make_request, most_devices
 from autopar.solver.budget import Budget
 from autopar.why.deadline import Deadline
 from autopar.why.question import OUT_OF_TIME, solve
@@ -220,6 +220,7 @@ def _ways_out(tries: _Tries, wishes: Sequence[Wish], error: OutOfMemoryError) ->
     """What to give up, or to add, each with its plan; more wishes than one only where none of them is enough."""
     settings = tries.settings
     more_devices = isinstance(settings.devices, int) and settings.meshes == "auto"
+    more_devices = more_devices and 2 * count_devices(settings) <= most_devices(settings)
     tries.ahead = 1 + sum(not tries.knows([wish]) for wish in wishes) + more_devices
     found = [_of_plan(_without_text([wish]), tries.without([wish])) for wish in wishes]
     found.append(_with_more_memory(tries, error))

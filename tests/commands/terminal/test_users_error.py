@@ -80,3 +80,9 @@ def test_a_cluster_with_fewer_devices_is_one_line_or_one_row(capsys):
         assert "cluster 'h200' has at most 8 devices, not 16" in capsys.readouterr().err
     assert main(["rank", "mlp", "--clusters", "h200", "--devices", "2,16", "--stages", "1"]) == 0
     assert "no plan: cluster 'h200' has at most 8 devices, not 16" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_conflict_does_not_offer_more_devices_than_the_cluster_joins(capsys):
+    asked = ["plan", "mlp", "--cluster", "h200", "--devices", "8", "--memory-limit", "37KB", "--conflict"]
+    assert main([*asked, "--planning-seconds", "20"]) == 1
+    assert "--devices 16" not in capsys.readouterr().out
