@@ -97,15 +97,19 @@ def _why_left(plan: Plan | PipelinePlan) -> str:
 def repeated_text(one: Plan | Alternative) -> str:
     """Which forward work is done again, in words."""
     number = one.recomputed_layers
-    layers = "layers'" if number is None else "1 layer's" if number == 1 else f"{number} layers'"
+    layers = "layers'" if number is None else "1 layer's" if number == 1 else f"{_layers_text(number)}'"
     return f"{layers} forward work{', except named values' if one.keeps_named else ''}"
+
+
+def _layers_text(number: int) -> str:
+    return f"{number} layer{'s' * (number != 1)}"
 
 
 def _recomputed_text(one: Alternative) -> str:
     if not one.recompute:
         return "-"
     number = one.recomputed_layers
-    layers = "layers" if number is None else f"{number} layer{'s' * (number != 1)}"
+    layers = "layers" if number is None else _layers_text(number)
     return f"{layers}, named kept" if one.keeps_named else layers
 
 
@@ -170,5 +174,5 @@ def _again_text(one: Alternative) -> str:
     if not one.recompute:
         return ""
     number = one.recomputed_layers
-    layers = "" if number is None else f" of {number} layer{'s' * (number != 1)}"
+    layers = "" if number is None else f" of {_layers_text(number)}"
     return f" with recomputation{layers}{', except named values' if one.keeps_named else ''}"

@@ -30,7 +30,7 @@ MOST_LETTERS = 48
 
 
 def page(recorded: Recorded) -> str:
-    """All that is to be said of a recording, in at most 40 lines of 120 columns, as wide as the terminal."""
+    """All that is to be said of a recording, as wide as the terminal: in at most 40 lines, if that has 120 columns."""
     return _text(
         [comparison_table(compare(recorded), most=MOST_PARTS), operations_table(recorded)], sentences(recorded)
     )

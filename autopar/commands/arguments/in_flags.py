@@ -6,6 +6,7 @@ In: a sentence, such as an error's. Out: the same with `--data-parallel` for `da
 
 from __future__ import annotations
 
+import functools
 import re
 
 _FLAGS = (
@@ -26,9 +27,7 @@ _FLAGS = (
 def in_flags(words: str) -> str:
     """Words about arguments of `parallelize`, in flags where there are any."""
     for pattern, flag in _FLAGS:
-        found = re.search(pattern, words)
-        if found is not None:
-            words = words.replace(found[0], _with_value(flag, found))
+        words = re.sub(pattern, functools.partial(_with_value, flag), words)
     return words
 
 
