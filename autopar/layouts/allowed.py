@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Protocol
 
 from jax.sharding import PartitionSpec
@@ -57,21 +57,52 @@ def allowed_layouts(
 
     `shared`: the leaves, by number, of the batch that have no examples, which data parallelism leaves whole.
     """
-    problems: list[str] = []
+    matched = {rule: [i for i, leaf in enumerate(leaves) if _matches(rule, leaf)] for rule in constraints.rules}
+    missing = {rule: names for rule, found in matched.items() if found and (names := _missing_axes(rule, mesh))}
+    problems: list[str] = [_no_such_axes(missing, mesh)] if missing else []
     allowed: list[tuple[Layout, ...] | None] = [None] * len(leaves)
     for rule in constraints.rules:
-        matched = [i for i, leaf in enumerate(leaves) if _matches(rule, leaf)]
-        if not matched and rule.must_match:
+        if not matched[rule] and rule.must_match:
             problems.append(_no_such_leaf(rule, leaves))
-        for i in matched:
+        refused: list[str] = []
+        for i in () if rule in missing else matched[rule]:
             try:
                 whole = isinstance(rule.layout, SplitBatch) and i in shared
                 allowed[i] = layouts_for(Replicated() if whole else rule.layout, leaves[i], mesh)
             except ConstraintError as error:
-                problems.append(str(error))
+                refused.append(str(error))
+        more = [f"... and {len(refused) - _SHOWN} more leaves of {rule.glob!r}"] if len(refused) > _SHOWN else []
+        problems += [*refused[:_SHOWN], *more]
     if problems:
         raise ConstraintError("\n".join(dict.fromkeys(problems)))
     return allowed
+
+
+_SHOWN = 5
+"""Of how many leaves an error says why a constraint on all of them cannot be met."""
+
+
+def _missing_axes(rule: Rule, mesh: LogicalMesh) -> list[str]:
+    """The axes that a constraint names and the mesh lacks."""
+    wanted = rule.layout
+    entries = wanted if isinstance(wanted, PartitionSpec) else (wanted.axes or (), *_rest(wanted))
+    names = [name for entry in entries for name in ([entry] if isinstance(entry, str) else entry or ())]
+    return [name for name in dict.fromkeys(names) if name not in mesh.axis_names]
+
+
+def _rest(wanted: LeafLayout) -> PartitionSpec:
+    return wanted.rest if isinstance(wanted, SplitBatch) else PartitionSpec()
+
+
+def _no_such_axes(missing: Mapping[Rule, Sequence[str]], mesh: LogicalMesh) -> str:
+    """One sentence for all constraints that name axes which the mesh lacks."""
+    named = (
+        f"the constraint on {rule.glob} names mesh axis {', '.join(map(repr, axes))}" for rule, axes in missing.items()
+    )
+    return (
+        f"{'; '.join(dict.fromkeys(named))}; the mesh has {', '.join(mesh.axis_names)}: use these names, or give it your own, as "
+        "with mesh_shape={'data': 2, 'model': 4}"
+    )
 
 
 def batch_axes(
@@ -84,7 +115,7 @@ def batch_axes(
             if _matches(rule, leaf):
                 found.pop(i, None)
                 if isinstance(rule.layout, SplitBatch) and leaf.shape and i not in shared:
-                    found[i] = tuple(a for a in _numbers(rule.layout.axes, leaf, mesh) if mesh.shape[a] > 1)
+                    found[i] = tuple(a for a in _numbers(rule.layout.axes, mesh) if mesh.shape[a] > 1)
     return found
 
 
@@ -139,10 +170,10 @@ def _no_such_leaf(rule: Rule, leaves: Sequence[Leaf]) -> str:
 
 
 def layouts_for(wanted: LeafLayout, leaf: Leaf, mesh: LogicalMesh) -> tuple[Layout, ...]:
-    """The layouts of one leaf that meet one constraint."""
+    """The layouts of one leaf that meet one constraint, whose axes the mesh has."""
     if isinstance(wanted, PartitionSpec):
         return (_from_spec(wanted, leaf, mesh),)
-    axes = _numbers(wanted.axes, leaf, mesh)
+    axes = _numbers(wanted.axes, mesh)
     plain = [la for la in all_layouts(leaf.shape, mesh, ()) if la.is_ascending]
     if isinstance(wanted, Replicated):
         return tuple(la for la in plain if not set(la.sharded_axes) & set(axes))
@@ -168,19 +199,8 @@ def _split_batch(leaf: Leaf, mesh: LogicalMesh, axes: tuple[int, ...]) -> Layout
     return Layout((axes, *((),) * (len(leaf.shape) - 1)))
 
 
-def _numbers(names: tuple[str, ...] | None, leaf: Leaf, mesh: LogicalMesh) -> tuple[int, ...]:
-    if names is None:
-        return tuple(range(len(mesh.shape)))
-    return tuple(_axis(name, leaf, mesh) for name in names)
-
-
-def _axis(name: str, leaf: Leaf, mesh: LogicalMesh) -> int:
-    if name not in mesh.axis_names:
-        raise ConstraintError(
-            f"the constraint on {leaf.path} names mesh axis {name!r}; the mesh has {', '.join(mesh.axis_names)} "
-            f"(name your own with mesh_shape={{'data': 2, 'model': 4}})"
-        )
-    return mesh.axis_names.index(name)
+def _numbers(names: tuple[str, ...] | None, mesh: LogicalMesh) -> tuple[int, ...]:
+    return tuple(range(len(mesh.shape))) if names is None else tuple(map(mesh.axis_names.index, names))
 
 
 def _from_spec(spec: PartitionSpec, leaf: Leaf, mesh: LogicalMesh) -> Layout:
@@ -191,7 +211,7 @@ def _from_spec(spec: PartitionSpec, leaf: Leaf, mesh: LogicalMesh) -> Layout:
     dims: list[tuple[int, ...]] = []
     for entry in (*spec, *(None,) * (len(leaf.shape) - len(spec))):
         names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-        dims.append(tuple(a for a in (_axis(name, leaf, mesh) for name in names) if mesh.shape[a] > 1))
+        dims.append(tuple(a for a in _numbers(names, mesh) if mesh.shape[a] > 1))
     layout = Layout(tuple(axes if size else () for size, axes in zip(leaf.shape, dims, strict=True)))
     for d, (size, axes) in enumerate(zip(leaf.shape, layout.dims, strict=True)):
         if size % mesh.ways(axes):

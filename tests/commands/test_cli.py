@@ -247,6 +247,10 @@ def test_a_pipe_that_is_closed_early_gives_no_traceback(tmp_path):
         ("plan gpt --constraint state/w", "'state/w' is not GLOB=SPEC; SPEC is, for each dimension, an axis"),
         ("plan mlp --constraint nosuch/*=x", "constraint 'nosuch/*' matches no leaf of the step's arguments"),
         ("plan mlp --constraint batch/inputs=model,-", "names mesh axis 'model'; the mesh has x"),
+        (
+            "plan mlp --mesh a=2,b=4 --constraint state/params/*/kernel=model,-",
+            "the mesh has a, b: use these names, or give it your own, as with --mesh data=2,model=4\n",
+        ),
         ("plan mlp --mesh 2 --memory-limit 1KB", "no plan fits"),
         ("plan mlp -o nosuch/plan.json", "cannot write nosuch/plan.json: there is no folder nosuch"),
         ("plan nosuch.module:step", "cannot find 'nosuch.module:step': No module named 'nosuch'"),

@@ -208,6 +208,25 @@ def test_data_parallelism_needs_a_batch():
         allowed(data_parallel(), leaves=(KERNEL,))
 
 
+def test_axes_that_the_mesh_lacks_are_one_sentence_however_many_leaves_match():
+    leaves = [Leaf(path=f"state/params/{n}", role="state", shape=(8, 8)) for n in range(9)]
+    with pytest.raises(ConstraintError) as error:
+        allowed([{"state/params/*": P("tensor", None)}, {"state/params/1": Split(("x", "data"))}], leaves=leaves)
+    assert str(error.value) == (
+        "the constraint on state/params/* names mesh axis 'tensor'; the constraint on state/params/1 names mesh axis 'x'; the "
+        "mesh has data, model: use these names, or give it your own, as with mesh_shape={'data': 2, 'model': 4}"
+    )
+
+
+def test_of_many_leaves_that_cannot_meet_a_constraint_five_are_named():
+    leaves = [Leaf(path=f"state/params/{n}", role="state", shape=(8,)) for n in range(9)]
+    with pytest.raises(ConstraintError) as error:
+        allowed({"state/params/*": P("data", None)}, leaves=leaves)
+    lines = str(error.value).splitlines()
+    assert [line.partition("entries, ")[2][:14] for line in lines[:5]] == [f"state/params/{n}" for n in range(5)]
+    assert lines[5:] == ["... and 4 more leaves of 'state/params/*'"]
+
+
 # --- plans obey -------------------------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ _FLAGS = (
     (r"data_parallel\(\)", "--data-parallel"),
     (r"zero(\d)\(\)", r"--zero \1"),
     (r"mesh_shape=\[(.*?)\]", "--mesh "),
+    (r"mesh_shape=\{(.*?)\}", "--mesh "),
     (r"num_stages=(\d+)", r"--stages \1"),
     (r"num_microbatches=(\d+)", r"--microbatches \1"),
     (r"virtual_stages=(\d+)", r"--virtual-stages \1"),
@@ -22,6 +23,9 @@ _FLAGS = (
     (r"a higher memory_limit_bytes", "a higher --memory-limit"),
     (r"\bdevices=(\d+)", r"--devices \1"),
 )
+
+_AS_MESH = str.maketrans({" ": None, "'": None, ":": "="})
+"""Shapes of meshes as the command line takes them, apart from their brackets."""
 
 
 def in_flags(words: str) -> str:
@@ -34,7 +38,7 @@ def in_flags(words: str) -> str:
 def _with_value(flag: str, found: re.Match[str]) -> str:
     """The flag with the value that the words have; meshes and bytes as the command line takes them."""
     if flag == "--mesh ":
-        return flag + found[1].strip("()").replace(" ", "").rstrip(",")
+        return flag + found[1].strip("()").translate(_AS_MESH).rstrip(",")
     if flag == "--memory-limit ":
         return flag + found[1].replace("_", "")
     return found.expand(flag).replace("'", "").replace(", ", ",")
