@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, Protocol
 
 import jax
 
@@ -106,15 +106,35 @@ def _has_fewer_examples(one: Leaf, before: Leaf) -> bool:
     return one.role == "batch" and len(new) == len(old) > 0 and new[1:] == old[1:] and new[0] < old[0]
 
 
+class _InputLeaf(Protocol):
+    """What is known of an input, of a step or of a plan."""
+
+    @property
+    def role(self) -> str:
+        """State, batch, other or const."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its dimensions."""
+
+
+def describe_missing_state(inputs: Sequence[_InputLeaf], name: str) -> str | None:
+    """What is wrong with a train step that returns none of its arguments; None if it returns one."""
+    if any(leaf.role == "state" for leaf in inputs):
+        return None
+    has_number = any(not leaf.shape for leaf in inputs)
+    return (
+        f"{name} does not return its state: no output has the structure, shapes and types of an argument, so there is no "
+        "state to keep on the devices between steps. A train step returns the new state, e.g. `return state, loss`."
+        + (" An argument that is one number alone is never taken for state." if has_number else "")
+    )
+
+
 def require_state(traced: TracedStep, name: str) -> None:
     """Raise ArgumentError if the step returns none of its arguments."""
-    if not any(leaf.role == "state" for leaf in traced.inputs):
-        has_number = any(not leaf.shape for leaf in traced.inputs)
-        raise ArgumentError(
-            f"{name} does not return its state: no output has the structure, shapes and types of an argument, so there is no "
-            "state to keep on the devices between steps. A train step returns the new state, e.g. `return state, loss`."
-            + (" An argument that is one number alone is never taken for state." if has_number else "")
-        )
+    missing = describe_missing_state(traced.inputs, name)
+    if missing is not None:
+        raise ArgumentError(missing)
 
 
 def require_state_like(traced: TracedStep, shapes: PyTree, name: str) -> None:

@@ -22,12 +22,13 @@ from autopar.commands.plans.parallel import FOR_PIPELINES, count_devices, make_p
 from autopar.commands.terminal.interruption import Interruption, interruptible
 from autopar.commands.terminal.live_line import live_line
 from autopar.commands.terminal.printing import print_json, reports
-from autopar.errors import ArgumentError, AutoparError, OutOfMemoryError, PlanError
+from autopar.errors import ArgumentError, AutoparError, OutOfMemoryError, PlanError, warn
 from autopar.explain import standard_output
 from autopar.explain.units import bytes_text
 from autopar.files.whole_file import save
 from autopar.pipeline_plan import PipelinePlan, plan_from_json
 from autopar.plan import Plan
+from autopar.program.step import describe_missing_state
 from autopar.progress import enter
 from autopar.reports.report import Answer, html, show
 from autopar.why.classic import Classic
@@ -140,11 +141,22 @@ def _print(
         console.print(f"\n{answer}", markup=False, highlight=False, soft_wrap=True)
 
 
-def plan_step(step: ParallelStep, subject: Subject, options: argparse.Namespace) -> Plan | PipelinePlan:
-    """Plan a step; ArgumentError if the plan has one mesh and a pipeline's options were given."""
+def plan_step(
+    step: ParallelStep, subject: Subject, options: argparse.Namespace, *, is_trained: bool = False
+) -> Plan | PipelinePlan:
+    """Plan a train step; warn, or refuse if it is to be trained, where it returns no state.
+
+    Raises ArgumentError if the plan has one mesh and a pipeline's options were given.
+    """
     found = step.plan(subject.state, subject.batch)
     if isinstance(found, Plan) and (options.schedule != "auto" or (options.virtual_stages or 1) > 1):
         raise ArgumentError(FOR_PIPELINES)
+    plans = [stage.plan for stage in found.stages] if isinstance(found, PipelinePlan) else [found]
+    missing = describe_missing_state([leaf for plan in plans for leaf in plan.inputs], step.signature.name)
+    if missing is not None and is_trained:
+        raise ArgumentError(missing)
+    if missing is not None:
+        warn(missing)
     return found
 
 

@@ -99,7 +99,7 @@ def _planned(
     devices = find_devices(options.devices if options.mesh is None and options.nodes is None else count)
     step = make_parallel(trainee.subject.step, devices, options)
     with live_line(options.verbose):
-        return step, plan_step(step, trainee.subject, options)
+        return step, plan_step(step, trainee.subject, options, is_trained=True)
 
 
 def _contestants(trainee: Trainee, step: ParallelStep) -> tuple[Contestant, Contestant]:

@@ -147,7 +147,7 @@ def train_model(
     step = make_parallel(shapes.step, devices, options)
     first = _first_number(options, saves, step, whole=compare or options.timeline is not None)
     with live_line(options.verbose), interruptible(step.stop_planning) as interruption:
-        plan = plan_step(step, shapes, options)
+        plan = plan_step(step, shapes, options, is_trained=True)
     if not options.json:
         show(plan, training.console, full=options.full)
     interruption.finish()

@@ -53,6 +53,9 @@ def a_word():
 
 def without_loss():
     return lambda state, batch: (step(state, batch)[0], {"norm": batch}), make, X
+
+def without_state():
+    return lambda state, batch: step(state, batch)[1], make, X
 """
 
 
@@ -109,3 +112,29 @@ def test_examples_are_counted(own, capsys):
 def test_what_cannot_be_trained_is_said(own, name, words, capsys):
     assert run("train", own(name), "--mesh", "2", "--steps", "3") == 2
     assert words in capsys.readouterr().err
+
+
+WITHOUT_STATE = (
+    "does not return its state: no output has the structure, shapes and types of an argument, so there is no"
+)
+
+
+@pytest.mark.parametrize("command", ["plan", "explain", "verify", "rank"])
+def test_a_step_that_returns_no_state_is_planned_with_a_warning_in_the_words_of_train(own, command, capsys):
+    where = ("--clusters", "cpu") if command == "rank" else ()
+    assert run(command, own("without_state"), "--devices", "2", *where) == 0
+    assert capsys.readouterr().err.startswith(f"autopar: warning: <lambda> {WITHOUT_STATE}")
+
+
+@pytest.mark.parametrize("command", ["train", "bench"])
+def test_a_step_that_returns_no_state_is_not_trained(own, command, capsys):
+    assert run(command, own("without_state"), "--devices", "2") == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"autopar: <lambda> {WITHOUT_STATE}")
+    assert printed.out == "", "the plan of a run that cannot begin"
+
+
+def test_a_step_with_state_is_planned_without_a_warning(own, capsys):
+    for flags in (("--mesh", "2"), ("--mesh", "1", "--stages", "2", "--microbatches", "2")):
+        assert run("plan", own("arrays"), *flags) == 0
+        assert "does not return" not in capsys.readouterr().err
