@@ -71,7 +71,7 @@ from autopar.rules.unlisted.notices import warn_of_operations
 from autopar.runtime.meetings import group_of, refusing_together
 from autopar.runtime.thread_settings import under
 from autopar.schedules.schedules import Open
-from autopar.settings import Settings, axis_names, choose_cluster, list_devices, start_clock
+from autopar.settings import Settings, axis_names, choose_cluster, list_devices, require_all_devices, start_clock
 from autopar.solver.budget import Budget
 
 
@@ -239,6 +239,7 @@ class ParallelStep(Inspected):
         with pause_full_collections():
             enter("tracing")
             with refusing_together(group_of(self.jax_devices)):
+                require_all_devices(self._settings)
                 traced = trace(self.signature, call, axis_names(self._settings))
             warn_of_operations([eqn for eqn in traced.program.walk() if not eqn.regions])
             program = _Program(self._decide(traced), dict(key.settings), find_unlisted(traced.program.walk()))
@@ -311,7 +312,7 @@ def parallelize(
         devices: the JAX devices to run on, all of them if None; or a number of devices, to plan without having any. A number
             plans for the `cpu` cluster unless `cluster` says otherwise.
         mesh_shape: sizes of the logical mesh, as a tuple (axes are then `x`, `y`, `z`, ...) or a mapping of axis names to sizes;
-            a list of shapes, one per pipeline stage; `"auto"` compares all shapes of up to three axes.
+            a list, one per pipeline stage; `"auto"` compares all of up to three axes. It takes all `devices` that are given.
         batch_argnums: positions of the arguments whose arrays have the examples along their leading dimension. `"auto"` takes
             those after the first that the step does not return; a warning tells where that may be wrong.
         donate_argnums: positions of the arguments whose memory the results may take; `"auto"` donates each argument that the step

@@ -111,6 +111,20 @@ def count_meshes(settings: Settings) -> int:
     return settings.num_stages
 
 
+def require_all_devices(settings: Settings) -> None:
+    """Raise ArgumentError if devices are given and the meshes leave some of them out."""
+    if settings.devices is None or settings.meshes == "auto":
+        return
+    meshes = settings.meshes if len(settings.meshes) > 1 else settings.meshes * count_meshes(settings)
+    used, given = sum(mesh.size for mesh in meshes), count_devices(settings)
+    if used < given:
+        what = "the meshes of all stages have" if len(meshes) > 1 else f"mesh_shape={meshes[0].shape} has"
+        raise ArgumentError(
+            f"{what} {used} device{'s' * (used > 1)} and devices has {given}: make them agree, or leave devices out, which then "
+            f"takes the first {used} that JAX has"
+        )
+
+
 def axis_names(settings: Settings) -> tuple[str, ...]:
     """The names that axes of the plan's meshes may have."""
     followed = plan_to_follow(settings)

@@ -31,6 +31,32 @@ def test_a_mesh_larger_than_a_given_number_of_devices_is_refused_when_planning()
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        (
+            {"mesh_shape": (2,), "devices": 8},
+            "mesh_shape=(2,) has 2 devices and devices has 8: make them agree, or leave",
+        ),
+        (
+            {"mesh_shape": (1,), "devices": jax.devices()[:4]},
+            "mesh_shape=(1,) has 1 device and devices has 4: make them",
+        ),
+        (
+            {"mesh_shape": (2,), "num_stages": 2, "devices": 8},
+            "the meshes of all stages have 4 devices and devices has 8",
+        ),
+        ({"mesh_shape": [(2,), (1,)], "devices": 4}, "the meshes of all stages have 3 devices and devices has 4"),
+    ],
+)
+def test_meshes_that_leave_out_devices_which_are_given_are_refused(options, words):
+    refused(ArgumentError, lambda: autopar.parallelize(train_step, **options).plan(make_state(), make_batch()), words)
+
+
+def test_a_mesh_smaller_than_the_machine_needs_no_number_of_devices():
+    assert autopar.parallelize(train_step, mesh_shape=(2,)).plan(make_state(), make_batch()).num_devices == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
         ({"devices": 0}, "devices=0: at least one device is needed"),
         ({"devices": []}, "devices=[]: at least one device is needed"),
         ({"devices": 2.5}, "devices=2.5: a list of JAX devices such as jax.devices(), or their number, is expected"),
