@@ -90,7 +90,7 @@ def test_a_recording_prints_and_is_kept(one_mesh, stages, tmp_path):
 
 
 def test_calls_behind_the_last_that_is_asked_for_run_as_always(one_mesh):
-    run = recorded(calls=3, details=0, most=2, mesh_shape=(1,))
+    run = recorded(calls=3, details=0, most=2, mesh_shape=(4,))
     assert [call.number for call in run.data.calls] == [1, 2]
     assert run.data.detailed == ()
 

@@ -101,7 +101,7 @@ NO_BATCH = (
     ("options", "words"),
     [
         ({"num_stages": 2}, "num_stages=2 needs a batch, and none of the arrays that the step takes (state/count"),
-        ({"mesh_shape": [(1,), (2,)]}, "a step in 2 stages needs a batch, and none of the arrays"),
+        ({"mesh_shape": [(4,), (4,)]}, "a step in 2 stages needs a batch, and none of the arrays"),
         ({"num_microbatches": 2}, "num_microbatches=2 needs a batch, and none of the arrays"),
         ({"constraints": autopar.data_parallel()}, "constraint '*' matches no batch leaf of the step's arguments"),
     ],
