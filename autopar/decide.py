@@ -46,6 +46,7 @@ from autopar.settings import (
     count_devices,
     count_meshes,
     describe_question,
+    is_cluster_assumed,
     list_devices,
     make_request,
     most_devices,
@@ -77,7 +78,7 @@ def decide(settings: Settings, traced: TracedStep) -> Planned:
         except (OutOfMemoryError, LeftError) as error:
             error.asked = settings, traced
             raise
-    planned.plan.know_question(settings, traced)
+    planned.plan.know_question(settings, traced, is_cluster_assumed=is_cluster_assumed(settings))
     return planned
 
 

@@ -94,6 +94,12 @@ def choose_cluster(settings: Settings) -> Cluster:
     return nearest.cluster
 
 
+def is_cluster_assumed(settings: Settings) -> bool:
+    """Whether a plan is made for the preset that stands for any machine: none is named, and there are no devices to look at."""
+    has_one = settings.cluster != "auto" or settings.follow is not None or settings.plan is not None
+    return isinstance(settings.devices, int) and not has_one
+
+
 def plan_to_follow(settings: Settings) -> Plan | PipelinePlan | None:
     """The last plan of the step that this one follows. Raises PlanError if that has none."""
     return None if settings.follow is None else settings.follow.last_plan()

@@ -52,7 +52,9 @@ def compared_table(plan: Plan | PipelinePlan, *, full: bool = False, most_rows: 
 
 
 def what_is_missing(plan: Plan | PipelinePlan) -> Iterator[str]:
-    """What more time for planning would do; nothing is said of a plan that is proven."""
+    """The machine, if it was assumed, and what more time for planning would do; nothing is said of a plan that is proven."""
+    if plan.is_cluster_assumed:
+        yield f"planned for the preset {plan.cluster}, which was assumed: cluster= names the machine"
     if not plan.ended_early:
         if not is_proven(plan):
             yield f"the search came to its end: {_MORE_SECONDS} would find the same plan"

@@ -17,13 +17,17 @@ class Presented:
     _asked: ClassVar[tuple[object, object] | None] = None
     """The settings and the step that it was planned for; each plan may have its own. No part of its value."""
 
-    def know_question(self, settings: object, traced: object) -> None:
-        """Remember what the plan is the answer to, for `why`: `settings`, and the step as `traced`."""
+    is_cluster_assumed: ClassVar[bool] = False
+    """Whether nobody said for which machine to plan, and there was none to look at. No part of its value either."""
+
+    def know_question(self, settings: object, traced: object, *, is_cluster_assumed: bool) -> None:
+        """Remember what the plan is the answer to, for `why`: `settings`, and the step as `traced`; and what was assumed."""
         object.__setattr__(self, "_asked", (settings, traced))
+        object.__setattr__(self, "is_cluster_assumed", is_cluster_assumed)
 
     def __getstate__(self) -> dict[str, object]:
         """What copies and pickles hold: the plan without its question."""
-        return {name: value for name, value in vars(self).items() if name != "_asked"}
+        return {name: value for name, value in vars(self).items() if name not in ("_asked", "is_cluster_assumed")}
 
     def __repr__(self) -> str:
         """One line: where it runs and what it should cost."""

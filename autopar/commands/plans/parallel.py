@@ -36,7 +36,7 @@ def make_parallel(
         mesh_shape=_mesh_shape(options.mesh),
         memory_limit_bytes=options.memory_limit,
         constraints=_constraints(options),
-        cluster=options.cluster,
+        cluster="cpu" if options.cluster == "auto" and isinstance(devices, int) else options.cluster,
         allow_redundant_compute=options.allow_redundant_compute,
         collectives=options.collectives,
         num_stages=options.stages or _open_stages(options),
