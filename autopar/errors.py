@@ -34,6 +34,7 @@ class OutOfMemoryError(AutoparError, MemoryError):
 
     Attributes:
         needed_bytes: the lowest limit, per device, that one of the plans that were tried would fit; None if none was tried.
+        bound_bytes: the message tells of ways to run the step; none of these needs less, per device. None if that is not known.
         tensors: the largest that are alive together, in words.
         is_settled: whether no plan fits; else none was found, and the search ended before it had tried all that may.
         asked: the settings and the step that were asked for; None where nobody planned a whole step.
@@ -44,11 +45,12 @@ class OutOfMemoryError(AutoparError, MemoryError):
         message: str,
         *,
         needed_bytes: int | None = None,
+        bound_bytes: int | None = None,
         tensors: Sequence[str] = (),
         is_settled: bool = True,
     ) -> None:
         super().__init__(message)
-        self.needed_bytes = needed_bytes
+        self.needed_bytes, self.bound_bytes = needed_bytes, bound_bytes
         self.tensors = tuple(tensors)
         self.is_settled = is_settled
         self.asked: tuple[object, object] | None = None

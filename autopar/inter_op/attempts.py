@@ -167,7 +167,11 @@ class Attempts:
         words += ["planning_seconds were over before all numbers were tried: give more."] if self.is_late else []
         is_settled = error.is_settled and not self.is_late
         return OutOfMemoryError(
-            "\n".join(words), needed_bytes=error.needed_bytes, tensors=error.tensors, is_settled=is_settled
+            "\n".join(words),
+            needed_bytes=error.needed_bytes,
+            bound_bytes=error.bound_bytes,
+            tensors=error.tensors,
+            is_settled=is_settled,
         )
 
     def best(self) -> PlannedStep | Slower:

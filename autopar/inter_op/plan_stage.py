@@ -110,6 +110,7 @@ class StagePlanning:
                 raise OutOfMemoryError(
                     f"stage {program.stage} of {program.cut.num_stages}, with {count} microbatches in flight: {error}",
                     needed_bytes=None if error.needed_bytes is None else error.needed_bytes + beside,
+                    bound_bytes=None if error.bound_bytes is None else error.bound_bytes + beside,
                     tensors=error.tensors,
                     is_settled=error.is_settled,
                 ) from None

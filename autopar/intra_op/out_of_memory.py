@@ -70,7 +70,11 @@ def out_of_memory(
         lines.append("Constraints are in force; those that keep leaves replicated cost memory on every device.")
     tensors = [f"{size}  {what}" for size, what in largest]
     return OutOfMemoryError(
-        "\n".join(lines), needed_bytes=min(tried, default=None), tensors=tensors, is_settled=is_settled
+        "\n".join(lines),
+        needed_bytes=min(tried, default=None),
+        bound_bytes=best.bound_bytes,
+        tensors=tensors,
+        is_settled=is_settled,
     )
 
 
@@ -103,7 +107,7 @@ def state_does_not_fit(
     ]
     if is_constrained:
         lines.append("Constraints are in force; those that keep leaves replicated cost memory on every device.")
-    return OutOfMemoryError("\n".join(lines), tensors=tensors)
+    return OutOfMemoryError("\n".join(lines), bound_bytes=math.ceil(total), tensors=tensors)
 
 
 def _devices_text(devices: int) -> str:

@@ -43,8 +43,21 @@ def test_plan_answers_about_a_leaf_and_about_what_does_not_fit(capsys):
     assert all(other["step_s"] is None or other["step_s"] >= why["step_s"] for other in why["others"])
     answer = document(capsys, "plan", *small, "--memory-limit", "1KiB", "--conflict", status=1)["conflict"]
     assert answer["limit_bytes"] == 1024
-    assert run("plan", *small, "--memory-limit", "1KiB", "--json") == 2
-    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("command", ["plan", "explain"])
+def test_a_plan_that_fits_nowhere_is_a_document_with_the_limit_and_what_is_needed(command, capsys):
+    small = ("mlp", *SMALL, "--devices", "2")
+    for flags in ((), ("--mesh", "2"), ("--stages", "2", "--microbatches", "2")):
+        assert run(command, *small, *flags, "--memory-limit", "1KiB", "--json") == 2
+        printed = capsys.readouterr()
+        found = json.loads(printed.out)
+        assert violations(found, schema_at(schema_of("plan"))) == []
+        error = found["error"]
+        assert (error["kind"], error["limit_bytes"]) == ("out_of_memory", 1024)
+        assert error["needed_bytes"] is None, "the bounds leave nothing to try"
+        assert error["bound_bytes"] > 1024
+        assert printed.err == f"autopar: {error['message']}\n"
 
 
 def test_simulate_prints_rows_and_a_plan_elsewhere(tmp_path, capsys):

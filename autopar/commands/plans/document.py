@@ -9,9 +9,12 @@ import dataclasses
 import json
 from collections.abc import Mapping
 
+from autopar.commands.arguments.in_flags import in_flags
+from autopar.errors import OutOfMemoryError
 from autopar.explain.figures import figures_of, parts_of
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
+from autopar.settings import Settings, make_request
 from autopar.why.classic import Classic
 from autopar.why.report import WhyNot
 from autopar.why.what_if import WhatIf
@@ -50,3 +53,19 @@ def answers_document(answers: Mapping[str, Classic | WhatIf]) -> dict[str, objec
 def conflict_document(found: WhyNot) -> dict[str, object]:
     """Why nothing fits, and what to give up."""
     return {"conflict": dataclasses.asdict(found.answer)}
+
+
+def misfit_document(error: OutOfMemoryError) -> dict[str, object]:
+    """That nothing fits: by how much, and what weighs most."""
+    asked = error.asked[0] if error.asked is not None else None
+    return {
+        "error": {
+            "kind": "out_of_memory",
+            "message": in_flags(str(error)),
+            "limit_bytes": make_request(asked).memory_limit_bytes if isinstance(asked, Settings) else None,
+            "needed_bytes": error.needed_bytes,
+            "bound_bytes": error.bound_bytes,
+            "tensors": list(error.tensors),
+            "is_settled": error.is_settled,
+        }
+    }

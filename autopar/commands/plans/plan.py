@@ -16,7 +16,13 @@ from rich.console import Console
 
 from autopar.api import ParallelStep
 from autopar.commands.arguments.subject import Subject, find_subject
-from autopar.commands.plans.document import answers_document, conflict_document, leaf_document, plan_document
+from autopar.commands.plans.document import (
+    answers_document,
+    conflict_document,
+    leaf_document,
+    misfit_document,
+    plan_document,
+)
 from autopar.commands.plans.flags import conflict_in_flags
 from autopar.commands.plans.parallel import FOR_PIPELINES, count_devices, make_parallel
 from autopar.commands.terminal.interruption import Interruption, interruptible
@@ -56,9 +62,11 @@ def plan(options: argparse.Namespace) -> int:
             try:
                 found = _plan_until(deadline, step, subject, options)
             except OutOfMemoryError as error:
-                if not options.conflict:
-                    raise
-                return _print_conflict(error, deadline, options, interruption)
+                if options.conflict:
+                    return _print_conflict(error, deadline, options, interruption)
+                if options.json:
+                    print_json(misfit_document(error))
+                raise
             if output is not None:
                 save(output, found.to_json())
     atexit.register(gc.freeze)  # or the interpreter looks for garbage in all that was planned before it ends
