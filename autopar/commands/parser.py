@@ -26,8 +26,8 @@ class _Parser(argparse.ArgumentParser):
         if message.endswith(": MODEL"):
             about = (self.description or "").rstrip(".")
             message += (
-                f", which is {', '.join(MODELS)}, or module:function for a step of your own, as in `{self.prog} gpt`: "
-                f"{about}"
+                f", which is {', '.join(MODELS)}, or module:function for a step of your own, as in "
+                f"`{self.prog} {'plan.json ' * _takes_file(self.prog.split()[-1])}gpt`: {about}"
             )
         raise ArgumentError(f"{message} (see {self.prog} --help)")
 
@@ -41,6 +41,7 @@ def read(argv: list[str]) -> argparse.Namespace:
     explained = len(argv) > 1 and argv[0] == "explain" and values.is_model(argv[1])
     argv = ["plan", *argv[1:]] if explained else argv
     model = _find_model(argv)
+    _check_order(argv)
     parser = _make_parser(model)
     options, unknown = parser.parse_known_args(argv)
     options.command = "explain" if explained else options.command
@@ -60,10 +61,15 @@ def _describe_unknown(word: str, options: argparse.Namespace, model: str | None)
             f"a plan file has no step to search again, which {word.split('=')[0]} does: name the model in its place, as in "
             f"`autopar explain MODEL {word}`, with the flags that the plan was made with"
         )
+    if options.command == "run" and word.split("=")[0] in _flags_of_plan():
+        return (
+            f"run takes devices, meshes and stages from the plan, so it has no {word.split('=')[0]}: leave it out, or plan again "
+            f"with it, as in `autopar plan {model or 'MODEL'} {word} ... -o {options.file}`"
+        )
     if close:
         return f"{place} has no argument {word!r}; did you mean --{close[0]}?"
     if model is None and _takes_model(options.command):
-        place += f", without MODEL right after {options.command},"
+        place += f", without {'FILE ' * _takes_file(options.command)}MODEL right after {options.command},"
     return f"{place} has no argument {word!r}; it takes {', '.join(sorted(options.flags))}"
 
 
@@ -74,6 +80,29 @@ def _find_model(argv: list[str]) -> str | None:
     place = COMMANDS[argv[0]].model_at
     before = argv[1 : place + 1]
     return argv[place] if len(before) == place and not any(word.startswith("-") for word in before) else None
+
+
+def _flags_of_plan() -> list[str]:
+    parser = argparse.ArgumentParser()
+    COMMANDS["plan"].add(parser)
+    return _long_flags(parser)
+
+
+def _long_flags(parser: argparse.ArgumentParser) -> list[str]:
+    return [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
+
+
+def _check_order(argv: list[str]) -> None:
+    """Raise ArgumentError if MODEL stands where the file belongs that comes before it."""
+    words = argv[1:3]
+    if words and _takes_model(argv[0]) and _takes_file(argv[0]) and values.is_model(words[0]):
+        file = words[1] if len(words) > 1 and not words[1].startswith("-") else "plan.json"
+        raise ArgumentError(f"{argv[0]} takes the file of the plan before MODEL: `autopar {argv[0]} {file} {words[0]}`")
+
+
+def _takes_file(command: str) -> bool:
+    """Whether the file of a plan stands between a command and its MODEL."""
+    return COMMANDS[command].model_at > 1
 
 
 def _takes_model(command: str) -> bool:
@@ -90,7 +119,5 @@ def _make_parser(model: str | None) -> argparse.ArgumentParser:
         command.add(one)
         if model and command.model_at and ":" not in model:
             add_sizes(one, model)
-        one.set_defaults(
-            flags=[flag for action in one._actions for flag in action.option_strings if flag.startswith("--")]
-        )
+        one.set_defaults(flags=_long_flags(one))
     return parser

@@ -202,4 +202,4 @@ def read_plan(path: Path) -> Plan | PipelinePlan:
     except UnicodeDecodeError:
         raise PlanError(f"{path} is not a plan that `autopar plan -o` wrote: it is not text in UTF-8") from None
     except PlanError as error:
-        raise PlanError(f"{path}: {error}") from None
+        raise PlanError(f"{path}: {error}; `autopar plan MODEL -o FILE` writes one") from None

@@ -33,7 +33,9 @@ def parallel_under(found: Plan | PipelinePlan, subject: Subject, path: Path) -> 
     try:
         step.plan(subject.state, subject.batch)
     except PlanError as error:
-        raise PlanError(f"{path} does not fit this step: {error}") from None
+        raise PlanError(
+            f"{path} does not fit this step: {error} Its MODEL and sizes stand behind the plan's file."
+        ) from None
     preset = find_preset(devices[0].platform, devices[0].device_kind).cluster
     if devices[0].platform != "cpu" and found.peak_bytes > preset.usable_memory_bytes:
         warn(
