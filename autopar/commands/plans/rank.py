@@ -66,7 +66,11 @@ def rank(options: argparse.Namespace) -> int:
         enter("building the model")
         subject = find_subject(options.model, options.sizes)
         pairs = [(cluster, count) for cluster in options.clusters for count in _counts(cluster, options)]
-        rows = sorted((_plan_on(subject, cluster, count, options) for cluster, count in pairs), key=_seconds)
+        rows = []
+        for number, (cluster, count) in enumerate(pairs, 1):
+            enter(f"{count} devices of {cluster}, {number} of {len(pairs)}")
+            rows.append(_plan_on(subject, cluster, count, options))
+        rows.sort(key=_seconds)
     if options.json:
         print_json({"model": options.model, "rows": [dataclasses.asdict(row) for row in rows]})
     else:
@@ -88,7 +92,6 @@ def _counts(cluster: str, options: argparse.Namespace) -> list[int]:
 
 def _plan_on(subject: Subject, cluster: str, count: int, options: argparse.Namespace) -> Ranked:
     """Plan for one cluster and number of devices."""
-    enter(f"{count} devices of {cluster}")
     asked = argparse.Namespace(**{**vars(options), "cluster": cluster})
     try:
         found = plan_step(make_parallel(subject.step, count, asked), subject, asked)
@@ -169,6 +172,11 @@ def describe_best(rows: Sequence[Ranked]) -> Iterator[str]:
         if known:
             best = min(known, key=lambda pair: pair[0])[1]
             yield f"{words}: {best.devices} devices of {best.cluster}"
+    if all(row.usd_per_1000_steps is None for row in rows) and any(row.step_s is not None for row in rows):
+        yield (
+            f'no price is known: "usd_per_device_hour": 2.5 in a cluster file, named in --clusters, adds that of {_STEPS_OF_PRICE:,} '
+            "steps"
+        )
     without = next((row for row in rows if row.step_s is None), None)
     if without is not None:
         at = f"--cluster {without.cluster} --devices {without.devices}"

@@ -101,3 +101,18 @@ def test_small_prices_have_digits_and_times_have_units(capsys, tmp_path):
 def test_nodes_are_as_many_devices_as_each_cluster_has_in_one(capsys):
     rows = ranked(capsys, "--clusters", "dgx-h100,dgx2-v100-32gb", "--nodes", "1", "--data-parallel")
     assert {row["cluster"]: row["devices"] for row in rows} == {"dgx-h100": 8, "dgx2-v100-32gb": 16}
+
+
+def test_without_a_price_it_says_how_to_give_one(capsys, tmp_path):
+    file = with_price(tmp_path, "dgx-h100", 3.6)
+    for clusters, is_known in (("dgx-h100", False), (f"dgx-h100,{file}", True)):
+        assert run("rank", "mlp", *SMALL, "--clusters", clusters, "--devices", "2") == 0
+        printed = capsys.readouterr().out
+        assert ('no price is known: "usd_per_device_hour": 2.5 in a cluster file' in printed) != is_known
+
+
+def test_the_log_counts_the_combinations(capsys):
+    assert run("rank", "mlp", *SMALL, "--clusters", ",".join(CLUSTERS), "--devices", "1,2", "-v") == 0
+    said = [line.partition(" INFO ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert "1 devices of p3.16xlarge, 1 of 4" in said
+    assert "2 devices of dgx-h100, 4 of 4" in said
