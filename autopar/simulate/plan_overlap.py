@@ -13,19 +13,21 @@ from collections.abc import Iterable, Mapping
 from rich.table import Table
 
 from autopar.cost_model.hardware import PRESETS, Cluster
-from autopar.cost_model.machine import Hidden
 from autopar.cost_model.overlap import Communication, Kind, overlap_ratio, sum_by_kind
+from autopar.explain.figures import KINDS, moved_text
 from autopar.explain.units import seconds_text
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
 from autopar.simulate.reprice import communication_of, reprice
 
-SHOWN: Mapping[Hidden, str] = {
+SHOWN: Mapping[Kind, str] = {
     "data_parallel": "data parallel",
     "zero3": "ZeRO-3",
     "tensor": "tensor parallel",
     "pipeline": "pipeline",
+    "expert": "all-to-all",
 }
+_ONLY_WHERE_THERE_IS_ANY = ("expert",)
 
 
 def overlap_of(
@@ -40,6 +42,10 @@ def overlap_of(
     return sum_by_kind([*parts, Communication("pipeline", sent_s, min(sent_s, waited_s))])
 
 
+def _shown(found: Mapping[Kind, Communication]) -> list[Kind]:
+    return [kind for kind in SHOWN if kind not in _ONLY_WHERE_THERE_IS_ANY or found[kind].total_s]
+
+
 def overlap_rows(found: Mapping[Kind, Communication]) -> list[dict[str, object]]:
     """One JSON object per kind; a ratio is None where there is no such communication."""
     return [
@@ -49,12 +55,12 @@ def overlap_rows(found: Mapping[Kind, Communication]) -> list[dict[str, object]]
             "exposed_s": found[kind].exposed_s,
             "overlap_ratio": overlap_ratio(found[kind]),
         }
-        for kind in SHOWN
+        for kind in _shown(found)
     ]
 
 
-def overlap_table(found: Mapping[Kind, Communication]) -> Table:
-    """The same as a table."""
+def overlap_table(found: Mapping[Kind, Communication], plan: Plan | PipelinePlan) -> Table:
+    """The same as a table; what `plan` gathers ahead is named by what it is."""
     table = Table(
         title="Overlap with compute",
         title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0),
@@ -62,11 +68,19 @@ def overlap_table(found: Mapping[Kind, Communication]) -> Table:
     table.add_column("communication")
     for column in ("seconds", "waited for", "overlap"):
         table.add_column(column, justify="right")
-    for kind, name in SHOWN.items():
+    for kind in _shown(found):
+        name = _name_of_early(plan) if kind == "zero3" else SHOWN[kind]
         ratio = overlap_ratio(found[kind])
         times = (seconds_text(found[kind].total_s), seconds_text(found[kind].exposed_s))
         table.add_row(name, *times, "-" if ratio is None else f"{ratio:.0%}")
     return table
+
+
+def _name_of_early(plan: Plan | PipelinePlan) -> str:
+    """ZeRO-3 if a plan gathers parameters ahead; masks of dropout, which depend on no example either, are random bits."""
+    plans = [stage.plan for stage in plan.stages] if isinstance(plan, PipelinePlan) else [plan]
+    early = [item for one in plans for item in one.collectives if item.overlap == "zero3"]
+    return moved_text(early).replace(KINDS["zero3"], SHOWN["zero3"]) if early else SHOWN["zero3"]
 
 
 def own_cluster(plan: Plan | PipelinePlan) -> Cluster | None:

@@ -16,6 +16,7 @@ from autopar.explain import TEXT_WIDTH, bytes_text, explain, seconds_text, show,
 from autopar.explain.paths import layout_text, path_patterns, source_text
 from autopar.explain.units import percent_text
 from autopar.plan import Candidate
+from autopar.simulate.plan_overlap import overlap_of, overlap_table
 from autopar.simulate.reprice import reprice
 from tests.plan_examples import (
     BATCH,
@@ -322,3 +323,20 @@ def test_a_mask_that_depends_on_no_example_is_no_weight():
         hidden = plan_of(BATCH, collectives=some, hidden_s=0.0)
         rows = rows_of(explain(hidden), "Time of the step")
         assert [row[0] for row in rows if row[0].startswith("communication")] == [f"communication: {said}"]
+
+
+def test_simulate_names_a_mask_that_is_gathered_random_bits_and_gives_an_all_to_all_its_row():
+    mask = dataclasses.replace(collective("all-gather", "x", operand="bool[16,64]"), overlap="zero3")
+    weight = dataclasses.replace(mask, operand="float32[16,64]")
+    exchange = dataclasses.replace(collective("all-to-all", "x"), overlap="expert")
+    usual = ["data parallel", "ZeRO-3", "tensor parallel", "pipeline"]
+    for some, rows in (
+        ((), usual),
+        ((mask,), ["data parallel", "random bits", *usual[2:]]),
+        ((weight,), usual),
+        ((weight, mask), ["data parallel", "ZeRO-3, random bits", *usual[2:]]),
+        ((exchange,), [*usual, "all-to-all"]),
+    ):
+        plan = plan_of(BATCH, collectives=some)
+        table = overlap_table(overlap_of(plan, PRESETS[plan.cluster]), plan)
+        assert list(table.columns[0].cells) == rows

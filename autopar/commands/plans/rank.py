@@ -68,7 +68,7 @@ def rank(options: argparse.Namespace) -> int:
         pairs = [(cluster, count) for cluster in options.clusters for count in _counts(cluster, options)]
         rows = []
         for number, (cluster, count) in enumerate(pairs, 1):
-            enter(f"{count} devices of {cluster}, {number} of {len(pairs)}")
+            enter(f"{count} device{'s' * (count > 1)} of {cluster}, {number} of {len(pairs)}")
             rows.append(_plan_on(subject, cluster, count, options))
         rows.sort(key=_seconds)
     if options.json:

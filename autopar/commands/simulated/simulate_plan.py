@@ -37,7 +37,7 @@ def simulate_plan(options: argparse.Namespace) -> int:
         console = standard_output()
         _print_plan(console, found, cluster)
         console.print()
-        console.print(overlap_table(overlap))
+        console.print(overlap_table(overlap, plan))
     return 0
 
 

@@ -114,5 +114,5 @@ def test_without_a_price_it_says_how_to_give_one(capsys, tmp_path):
 def test_the_log_counts_the_combinations(capsys):
     assert run("rank", "mlp", *SMALL, "--clusters", ",".join(CLUSTERS), "--devices", "1,2", "-v") == 0
     said = [line.partition(" INFO ")[2] for line in capsys.readouterr().err.splitlines()]
-    assert "1 devices of p3.16xlarge, 1 of 4" in said
+    assert "1 device of p3.16xlarge, 1 of 4" in said
     assert "2 devices of dgx-h100, 4 of 4" in said
