@@ -60,6 +60,11 @@ def collectives(options: argparse.Namespace) -> int:
         return 0
     console = standard_output()
     mesh = " x ".join(map(str, options.mesh))
+    if not rows:
+        console.print(
+            f"1 device of {cluster.name}, mesh {mesh}: one device needs no collectives", markup=False, highlight=False
+        )
+        return 0
     console.print(f"{math.prod(options.mesh)} devices of {cluster.name}, mesh {mesh}\n", markup=False, highlight=False)
     for axes, group in itertools.groupby(rows, key=lambda row: row.axes):
         console.print(make_table(axes, list(group)))

@@ -1,5 +1,7 @@
 """`collectives`: its seconds are those of the cost model, and the winner is the cheapest that may be chosen."""
 
+import pytest
+
 from autopar.cost_model.hardware import find_cluster
 from tests.commands.command_line import run
 from tests.commands.documents import document
@@ -38,3 +40,11 @@ def test_a_mesh_that_the_cluster_cannot_hold_is_refused(capsys):
     assert "'x' is not a whole number" in capsys.readouterr().err
     assert run("collectives", "--cluster", "no-such", "--mesh", "4") == 2
     assert "no cluster preset 'no-such'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mesh", ["1", "1,1"])
+def test_one_device_is_said_to_need_no_collectives(mesh, capsys):
+    assert run("collectives", "--mesh", mesh) == 0
+    said = f"1 device of cpu, mesh {mesh.replace(',', ' x ')}: one device needs no collectives\n"
+    assert capsys.readouterr().out == said
+    assert document(capsys, "collectives", "--mesh", mesh)["rows"] == []
