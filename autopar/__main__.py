@@ -55,7 +55,7 @@ def _shorten(usual: Callable[..., None]) -> Callable[..., None]:
         line: str | None = None,
     ) -> None:
         if issubclass(category, AutoparWarning):
-            sys.stderr.write(f"autopar: warning: {message}\n")
+            sys.stderr.write(f"autopar: warning: {in_flags(str(message))}\n")
         else:
             usual(message, category, filename, lineno, file, line)
 

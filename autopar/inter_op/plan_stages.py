@@ -90,7 +90,7 @@ def split_devices(devices: int, meshes: int) -> tuple[tuple[LogicalMesh, ...], .
         divisors = [n for n in range(1, devices + 1) if devices % n == 0]
         raise ArgumentError(
             f"{devices} devices cannot be shared equally by {meshes} stages; use {' or '.join(map(str, divisors))} stages, or "
-            "give each a mesh of its own: mesh_shape=[(1,), (2,), ...], or --mesh 1/2/... on the command line"
+            "give each a mesh of its own: mesh_shape=[(1,), (2,), ...]"
         )
     share = devices // meshes
     return (logical_meshes(share) if share > 1 else (LogicalMesh.of((1,)),),) * meshes

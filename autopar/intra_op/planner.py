@@ -86,7 +86,7 @@ def _warn_of_undividable_batch(traced: TracedStep, request: PlanRequest) -> None
     if uneven:
         listed = ", ".join(f"{leaf.path} has {leaf.shape[0]} examples (shape {leaf.shape})" for leaf in uneven[:4])
         warn(
-            f"the batch of {listed}{', ...' if len(uneven) > 4 else ''}, which no mesh axis of size "
-            f"{', '.join(map(str, sizes))} divides: it cannot be split, so the plan has no data parallelism over it. "
+            f"{listed}{', ...' if len(uneven) > 4 else ''}, which no mesh axis of size {', '.join(map(str, sizes))} divides: the "
+            "batch cannot be split, so the plan has no data parallelism over it. "
             f"Pad or drop examples to a multiple of {sizes[0]}."
         )

@@ -44,8 +44,9 @@ def choose_even_cuts(
         if not window:
             window = [min(range(first, len(chain)), key=lambda i: abs(done[i] - k * share), default=0)]
         if window == [0] or len(chain) - window[0] < num_stages - k:
+            operations = "1 forward operation" if len(chain) == 1 else f"{len(chain)} forward operations"
             raise ArgumentError(
-                f"the step has {len(chain)} forward operations, too few for {num_stages} stages of equal work; use fewer "
+                f"the step has {operations}, too few for {num_stages} stages of equal work; use fewer "
                 f"stages{'' if chain else ACCUMULATED_BY_HAND}"
             )
         cuts.append(min(window, key=lambda i: (chain[i].cut_bytes, abs(done[i] - k * share))))

@@ -306,8 +306,8 @@ def usual_loss(rest: PyTree) -> jax.Array:
     found = rest["loss"] if isinstance(rest, Mapping) and "loss" in rest else rest
     if not isinstance(found, jax.Array) or found.shape != ():
         raise ArgumentError(
-            "the step returns no scalar after the state, and no mapping with a scalar 'loss': say where the loss is, with "
-            "find_loss=lambda rest: ..."
+            "the step returns no scalar after the state, and no mapping with a scalar 'loss': return one of them, or say where "
+            "the loss is, with find_loss=lambda rest: ..."
         )
     return found
 

@@ -174,8 +174,8 @@ def describe_best(rows: Sequence[Ranked]) -> Iterator[str]:
             yield f"{words}: {best.devices} devices of {best.cluster}"
     if all(row.usd_per_1000_steps is None for row in rows) and any(row.step_s is not None for row in rows):
         yield (
-            f'no price is known: "usd_per_device_hour": 2.5 in a cluster file, named in --clusters, adds that of {_STEPS_OF_PRICE:,} '
-            "steps"
+            'no price is known: "usd_per_device_hour": 2.5 in a cluster file, named in --clusters, adds that of '
+            f"{_STEPS_OF_PRICE:,} steps"
         )
     without = next((row for row in rows if row.step_s is None), None)
     if without is not None:
