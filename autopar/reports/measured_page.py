@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from autopar.explain.units import seconds_text
 from autopar.pipeline_plan import PipelinePlan
 from autopar.recording.compare import Comparison, compare, parts_of_step
 from autopar.recording.page import comparison_table, operations_table, sentences
@@ -31,9 +32,9 @@ def measured_sections(recorded: Recorded) -> Iterator[Section]:
     if isinstance(plan, PipelinePlan):
         predicted = predicted_spans(plan)
         if recorded.spans and len(predicted) <= MOST_SPANS:
-            drawn.append(_pipeline(predicted, recorded))
+            drawn.append(_captioned(_pipeline(predicted, recorded), recorded))
     elif recorded.operations:
-        drawn.append(_devices(recorded))
+        drawn.append(_captioned(_devices(recorded), recorded))
     yield Section(
         title="Measured beside predicted",
         sentences=tuple(sentences(recorded)),
@@ -54,6 +55,17 @@ def _parts(comparison: Comparison) -> str:
     ]
     legend = [part.what for part in parts]
     return charts.stacked_bars("measured-parts", rows, legend) if any(map(any, (row for _, row in rows))) else ""
+
+
+def _captioned(picture: str, recorded: Recorded) -> str:
+    """The picture of a call, above it which call that is, and how long it and the others took."""
+    number = recorded.detailed[0]
+    (seconds,) = (call.wall_s for call in recorded.calls if call.number == number)
+    others = sum(not call.is_detailed for call in recorded.timed)
+    whose = "the one other" if others == 1 else f"the {others} others, at the median,"
+    beside = f"; {whose} took {seconds_text(recorded.wall_s)}" if others else "; no other call was timed"
+    said = f"Measured is call {number}, which was looked into and took {seconds_text(seconds)}{beside}."
+    return f"<p>{said}</p>{picture}"
 
 
 def _pipeline(predicted: Sequence[RecordedSpan], recorded: Recorded) -> str:

@@ -39,8 +39,18 @@ def test_the_page_shows_what_was_recorded_first(plan, recorded):
     assert text.index("Measured beside predicted") < text.index("The time of a step")
     charts = re.findall(r'aria-label="(measured-[a-z]+)', text)
     assert charts == ["measured-parts"] * 2 + ["measured-devices" if isinstance(plan, Plan) else "measured-pipeline"]
+    assert "which was looked into and took 7.00 ms; the 3 others, at the median, took 5.00 ms." in text
     assert ("mesh 1 measured" in text) == (plan is STAGES)
     assert plan.html() == plan.html(recorded=None)
+
+
+@pytest.mark.parametrize(
+    ("calls", "said"), [(2, "; no other call was timed."), (3, "; the one other took 4.00 ms.")], ids=["none", "one"]
+)
+def test_the_picture_of_a_call_says_which_and_how_many_others_there_are(calls, said):
+    run = on_one_mesh()
+    text = PLAN.html(recorded=RecordedRun(dataclasses.replace(run, calls=run.calls[:calls])))
+    assert f"<p>Measured is call 2, which was looked into and took 7.00 ms{said}</p>" in text
 
 
 def test_a_recording_of_another_plan_is_refused():
