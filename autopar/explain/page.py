@@ -95,8 +95,9 @@ def _lines_of(table: Table) -> list[str]:
     for column, width in zip(table.columns, natural, strict=True):
         column.no_wrap, column.overflow = True, "ellipsis"
         column.width = max(1, width + min(0, room)) if column.header in _CUT_SHORT else width
+    title, table.title = table.title, None  # which a table folds to its own width
     Console(file=stream, width=PAGE_WIDTH, color_system=None).print(table)
-    return [line.rstrip() for line in stream.getvalue().splitlines()]
+    return [str(title), *(line.rstrip() for line in stream.getvalue().splitlines())]
 
 
 def _said(sentences: Sequence[str], room: int) -> Iterator[str]:

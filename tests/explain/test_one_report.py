@@ -17,7 +17,7 @@ from autopar.explain.units import bytes_text
 from autopar.models.registry import build
 from autopar.plan import WITHIN, CollectivePlan
 from tests.explain.test_pipelines import TRANSFERS, pipeline_of, stage_of, two_stages
-from tests.plan_examples import BATCH, collective, layer_stack, plan_of, rows_of
+from tests.plan_examples import BATCH, collective, layer_stack, leaf, plan_of, rows_of
 
 MODES = {
     "one mesh": {"devices": 4, "mesh_shape": (2, 2)},
@@ -219,3 +219,8 @@ def test_what_hides_within_operations_is_a_part_of_the_step_on_every_cluster(tmp
     seconds = priced["communication"][0]["seconds"]
     assert priced["hidden_s"] == pytest.approx(0.75 * seconds)
     assert priced["step_s"] == pytest.approx(plan.compute_s + 0.25 * seconds)
+
+
+def test_titles_of_narrow_tables_keep_to_their_line():
+    lines = str(plan_of(leaf("state/w", (8,)), BATCH)).splitlines()
+    assert lines[lines.index("Largest leaves of the state") + 1].split() == ["leaf", "layout", "per", "device"]
