@@ -222,5 +222,5 @@ def test_what_hides_within_operations_is_a_part_of_the_step_on_every_cluster(tmp
 
 
 def test_titles_of_narrow_tables_keep_to_their_line():
-    lines = str(plan_of(leaf("state/w", (8,)), BATCH)).splitlines()
+    lines = str(plan_of(leaf("w", (8,), (("x",),)), BATCH)).splitlines()
     assert lines[lines.index("Largest leaves of the state") + 1].split() == ["leaf", "layout", "per", "device"]
