@@ -84,9 +84,9 @@ else:
 
 
 RECOMPUTED = "rematted_computation"
+"""The scope that JAX opens around what the backward pass computes again."""
 _SCOPES_OF_JAX = frozenset({RECOMPUTED, "checkpoint", "while", "body", "cond", "closed_call"})
 """Scopes that JAX opens by itself."""
-"""The scope that JAX opens around what the backward pass computes again."""
 
 
 def open_jaxpr(jaxpr: object) -> jex_core.Jaxpr:
@@ -215,9 +215,9 @@ def module_path(eqn: JaxprEqn) -> str:
     Methods, which flax writes behind a dot, JAX's transformations and the formula of an einsum are no part of it.
     """
     parts = eqn.source_info.name_stack.stack
-    names = [part.name for part in parts if not isinstance(part, private_source_info.Transform)]
-    inner = [one.partition(".")[0] for name in names for one in name.split("/") if "->" not in one]
-    return "/".join(name for name in inner if name and name not in _SCOPES_OF_JAX)
+    names = "/".join(part.name for part in parts if not isinstance(part, private_source_info.Transform)).split("/")
+    scopes = [s for s in (one.partition(".") for one in names if "->" not in one) if s[0] not in ("", *_SCOPES_OF_JAX)]
+    return "/".join(s[0] for n, s in enumerate(scopes) if not (s[1] and n and scopes[n - 1][0] == s[0]))
 
 
 def transformations(eqn: JaxprEqn) -> frozenset[str]:

@@ -11,6 +11,7 @@ import dataclasses
 import re
 from collections import Counter
 from collections.abc import Container, Hashable, Sequence
+from typing import TypeAlias
 
 from rich.table import Table
 
@@ -128,13 +129,21 @@ def _add_layouts(table: Table, plan: PipelinePlan, placed: Sequence[_Placed]) ->
         table.add_row(*map(Cell, (str(pattern), numbers_text(sorted(times)), str(number), *words)))
 
 
+_Cells: TypeAlias = tuple[str, ...]
+
+
 def _peaks_of_stages(plan: PipelinePlan) -> Table:
-    """The largest tensors at the peak of one microbatch; stages that have the same share a row, and names are those of all."""
-    rows: dict[tuple[str, ...], list[int]] = {}
+    """The largest tensors at the peak of one microbatch; stages that have the same share a row, with the names of all of them."""
+    alike: dict[_Cells, list[tuple[_Cells, list[int]]]] = {}
     for group in group_stages(plan):
-        others = [stage for stage in plan.stages if stage is not group[0]]
-        for cells in peak_rows(as_shown([group[0], *others]))[:MOST_TENSORS]:
-            rows.setdefault(cells, []).extend(stage.stage for stage in group)
+        others, numbers = [stage for stage in plan.stages if stage is not group[0]], [stage.stage for stage in group]
+        of_all, own = (peak_rows(as_shown(stages)) for stages in ([group[0], *others], group))
+        for cells, one in list(zip(of_all, own if len(own) == len(of_all) else of_all, strict=True))[:MOST_TENSORS]:
+            alike.setdefault(cells, []).append((one, numbers))
+    rows = {
+        found[0][0] if len(found) == 1 else cells: [number for _, numbers in found for number in numbers]
+        for cells, found in alike.items()
+    }
     columns = ("stages", "value", "times", "shape", "dtype", "each per device", "from")
     shown = columns if any(cells[-1] for cells in rows) else columns[:-1]
     title = "The largest tensors at the peak of one microbatch"
@@ -156,8 +165,10 @@ def as_shown(group: Sequence[StagePlan]) -> Plan:
     def renamed(value: ValuePlan) -> ValuePlan:
         return dataclasses.replace(value, path=sent_text(value, first.stage) or names[value.path])
 
+    shown = {value.path: renamed(value).path for value in (*first.plan.outputs, *first.plan.inputs)}
+
     def live(tensor: LiveTensor) -> LiveTensor:
-        return dataclasses.replace(tensor, name=names.get(tensor.name, tensor.name), scope=modules[tensor.scope])
+        return dataclasses.replace(tensor, name=shown.get(tensor.name, tensor.name), scope=modules[tensor.scope])
 
     return dataclasses.replace(
         first.plan,

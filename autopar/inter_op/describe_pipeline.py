@@ -19,6 +19,7 @@ from autopar.inter_op.dynamic_program.places import first_places
 from autopar.inter_op.pipeline_seconds import ONCE, find_exposed_s, once_a_step_s, time_stages
 from autopar.inter_op.stage_seconds import Staged, StagedStage, transfer_bytes
 from autopar.intra_op.choices.least_work import find_work
+from autopar.intra_op.describe import named_below_the_root
 from autopar.intra_op.request import PlanRequest
 from autopar.layouts.mesh import LogicalMesh
 from autopar.pipeline_plan import PipelinePlan, StagePlan, TransferPlan
@@ -54,6 +55,7 @@ def describe_pipeline(traced: TracedStep, staged: Staged, schedule: Schedule, re
         )
         for number, stage in enumerate(staged.stages)
     )
+    stages = tuple(dataclasses.replace(one, plan=named_below_the_root(one.plan, traced)) for one in stages)
     transfers = _list_transfers(staged, stages, schedule, request)
     seconds = [stage.seconds_in(schedule) for stage in staged.stages]
     work = time_stages(schedule, seconds)

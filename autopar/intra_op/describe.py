@@ -84,7 +84,7 @@ def describe_plan(
         compiler=memory.compiler.platform,
         memory_bytes=memory.over_step(choice.numbers, copy_span=assignment.copy_span, points=MEMORY_POINTS),
     )
-    return _named_below_the_root(_with_details(plan, cluster, waited_s), traced)
+    return named_below_the_root(_with_details(plan, cluster, waited_s), traced)
 
 
 def _live_tensor(tensor: Resident) -> LiveTensor:
@@ -123,9 +123,12 @@ def _with_details(plan: Plan, cluster: Cluster, waited_s: float) -> Plan:
     return dataclasses.replace(plan, hidden_s=hidden_s, collectives=tuple(map(detailed, plan.collectives)))
 
 
-def _named_below_the_root(plan: Plan, traced: TracedStep) -> Plan:
-    """The plan whose modules are named as below the model itself, if all modules of the step are: flax names the model too."""
-    paths = {path for eqn in traced.program.walk() if (path := module_path(eqn))}
+def named_below_the_root(plan: Plan, traced: TracedStep) -> Plan:
+    """The plan whose modules are named as below the model itself, if all modules of the step are: flax names the model too.
+
+    A stage may have a single module, of which only those of the whole step tell whether it is the model.
+    """
+    paths = traced.modules
     roots = {path.partition("/")[0] for path in paths}
     if len(roots) != 1 or len(paths) == 1:
         return plan

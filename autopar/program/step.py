@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 
 import jax
 
+from autopar.compat import module_path
 from autopar.errors import ArgumentError
 from autopar.layouts.constraints import HOW_A_BATCH_IS_GIVEN
 from autopar.program.call import PyTree
@@ -80,6 +81,11 @@ class TracedStep:
     def outline(self) -> Fingerprint:
         """Equal for steps whose programs differ at most in the values of literals."""
         return outline_of(self.program)
+
+    @functools.cached_property
+    def modules(self) -> frozenset[str]:
+        """The modules that equations come from, see `module_path`."""
+        return frozenset(path for eqn in self.program.walk() if (path := module_path(eqn)))
 
     def input_paths(self) -> Iterator[str]:
         """The paths of the inputs, one after the other."""
