@@ -85,8 +85,8 @@ else:
 
 RECOMPUTED = "rematted_computation"
 """The scope that JAX opens around what the backward pass computes again."""
-_SCOPES_OF_JAX = frozenset({RECOMPUTED, "checkpoint", "while", "body", "cond", "closed_call"})
-"""Scopes that JAX opens by itself."""
+_SCOPES_OF_JAX = frozenset({"", RECOMPUTED, "checkpoint", "while", "body", "cond", "closed_call"})
+"""Scopes that JAX opens by itself, or that have no name."""
 
 
 def open_jaxpr(jaxpr: object) -> jex_core.Jaxpr:
@@ -216,7 +216,7 @@ def module_path(eqn: JaxprEqn) -> str:
     """
     parts = eqn.source_info.name_stack.stack
     names = "/".join(part.name for part in parts if not isinstance(part, private_source_info.Transform)).split("/")
-    scopes = [s for s in (one.partition(".") for one in names if "->" not in one) if s[0] not in ("", *_SCOPES_OF_JAX)]
+    scopes = [s for s in (one.partition(".") for one in names if "->" not in one) if s[0] not in _SCOPES_OF_JAX]
     return "/".join(s[0] for n, s in enumerate(scopes) if not (s[1] and n and scopes[n - 1][0] == s[0]))
 
 

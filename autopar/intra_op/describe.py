@@ -27,6 +27,7 @@ from autopar.intra_op.named_origin import Origins
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.moves import LOCAL_KINDS
 from autopar.plan import WITHIN, CollectivePlan, LiveTensor, Plan, RegisteredRule, ValuePlan
+from autopar.program.loops import LoopEquation
 from autopar.program.program import Atom, fan_out_p
 from autopar.program.step import Leaf, TracedStep
 from autopar.rules.table import digest_registered
@@ -209,14 +210,17 @@ def _name_of(planned: PlannedMove, names: Mapping[Atom, str], origins: Origins) 
     """The leaf that a move brings elsewhere, or the module that asks for it, or the one nearest to what asks."""
     if isinstance(planned.atom, Var) and planned.atom in names:
         return names[planned.atom]
-    return "" if planned.equation is None else module_path(origins.of(planned.equation))
+    return "" if planned.equation is None else module_path(origins.of(planned.equation, planned.atom))
 
 
 def _line_of(planned: PlannedMove, origins: Origins) -> str:
     """The line of the operation that asks for a move, or of the one that names its module."""
     if planned.equation is None:
         return "output"
-    return source_line(planned.equation) or source_line(origins.of(planned.equation))
+    origin = origins.of(planned.equation, planned.atom)
+    return source_line(origin if isinstance(planned.equation, LoopEquation) else planned.equation) or source_line(
+        origin
+    )
 
 
 def exchanges_of(graph: StrategyGraph, numbers: Sequence[int]) -> tuple[tuple[CollectivePlan, ...], float]:

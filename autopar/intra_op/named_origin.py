@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from autopar.compat import Var, module_path
-from autopar.program.program import Equation, Program, operands_of
+from autopar.program.loops import LoopEquation
+from autopar.program.program import Atom, Equation, Program, operands_of
 
 _FARTHEST = 8
 """So many equations on, the module of another says nothing of this one."""
@@ -22,16 +23,31 @@ class Origins:
     def __init__(self, program: Program) -> None:
         self._readers: dict[Var, list[Equation]] = {}
         self._makers: dict[Var, Equation] = {}
+        self._taking: dict[LoopEquation, dict[int, Equation]] = {}
         for eqn in program.walk():
             for var in operands_of(eqn):
                 self._readers.setdefault(var, []).append(eqn)
             self._makers.update((var, eqn) for var in eqn.outvars)
 
-    def of(self, eqn: Equation) -> Equation:
-        """The equation that names a module for this one; itself if it does, or if none near it does."""
+    def of(self, eqn: Equation, operand: Atom | None = None) -> Equation:
+        """The equation that names a module for this one; itself if it does, or if none near it does.
+
+        A loop, such as that over microbatches, is of many modules: for an `operand` of it, what reads that within tells.
+        """
+        inside = self._inside(eqn).get(id(operand)) if isinstance(eqn, LoopEquation) else None
+        named = None if inside is None else self._nearest(inside, forward=True)
+        if named is not None:
+            return named
         if module_path(eqn):
             return eqn
         return self._nearest(eqn, forward=True) or self._nearest(eqn, forward=False) or eqn
+
+    def _inside(self, loop: LoopEquation) -> dict[int, Equation]:
+        """For each operand of a loop, by its identity, what takes it within; the first place of several."""
+        if loop not in self._taking:
+            entries = [entry for nested in loop.nested for entry in nested.entries]
+            self._taking[loop] = {id(entry.atom): entry.head for entry in reversed(entries)}
+        return self._taking[loop]
 
     def _nearest(self, eqn: Equation, *, forward: bool) -> Equation | None:
         """The first that has a module among those at equal distance."""

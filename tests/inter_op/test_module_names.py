@@ -51,3 +51,16 @@ def test_a_stage_with_one_module_names_it_below_the_model_and_by_its_number():
     assert re.search(r"^0 .* first_0/inner$", largest, re.MULTILINE)
     assert "*/inner" not in largest
     assert "of backward" not in text, "a value that a stage is sent has no name of its own"
+
+
+def test_weights_that_are_cast_and_gathered_before_the_loop_over_microbatches_name_their_modules():
+    def in_half(weights, x):
+        halves = jax.tree.map(lambda w: w.astype(jnp.bfloat16), weights)
+        loss, gradients = jax.value_and_grad(loss_of)(halves, x)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), loss
+
+    options = {"devices": 4, "cluster": "dgx-h100", "mesh_shape": (4,), "num_microbatches": 4}
+    step = autopar.parallelize(in_half, constraints=autopar.zero3(params="weights/*"), **options)
+    plan = step.plan(WEIGHTS, jax.ShapeDtypeStruct((256, 64), jnp.bfloat16))
+    scopes = {item.scope for item in plan.collectives if item.kind == "all-gather"}
+    assert scopes == {"first_0/inner", "second_1/inner"}

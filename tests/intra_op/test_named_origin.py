@@ -37,6 +37,20 @@ def test_the_mask_is_told_by_what_reads_it_and_a_module_by_itself():
     assert module_path(origins.of(mask)) == "drop"
 
 
+def test_an_operand_of_a_loop_is_told_by_what_reads_it_within():
+    def in_a_loop(weights, x):
+        with jax.named_scope("after"):
+            return jnp.sum(jax.lax.map(lambda row: step(weights, row)[1], x))
+
+    signature, rows = CallSignature(in_a_loop, (1,), (), "auto"), jax.ShapeDtypeStruct((4, 16, 8), jnp.float32)
+    program = trace(signature, bind_arguments(signature, (WEIGHTS, rows), {})).program
+    (loop,) = (eqn for eqn in program.equations if eqn.regions)
+    origins = Origins(program)
+    told = [module_path(origins.of(loop, operand)) for operand in loop.invars]
+    assert "block_0" in told
+    assert {module_path(origins.of(loop)), module_path(origins.of(loop, object()))} == {"after"}
+
+
 def value(scope=""):
     return Value(name="v", shape=(2,), dtype="float32", bytes=8, key=None, itemsize=4, scope=scope)
 
