@@ -156,4 +156,4 @@ class Driver(Generic[A]):
             for mesh in step.meshes
             for position, started, ended in mesh.spans
         )
-        return Timeline(len(step.meshes), spans)
+        return Timeline(len(step.meshes), spans, begin)

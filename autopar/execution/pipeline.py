@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -278,10 +278,12 @@ class CompiledPipeline:
             lambda mesh: f" of process {min(self._processes.of_mesh[mesh])}" if several else ""
         )
 
-    def executables(self) -> dict[TaskName, jax.stages.Compiled]:
-        """Return XLA's executable of every task, compiled under the settings of JAX at the time of tracing."""
+    def executables(self, tasks: Collection[str] | None = None) -> dict[TaskName, jax.stages.Compiled]:
+        """Return XLA's executable of every task, or of some `tasks`, compiled under JAX's settings at the time of tracing."""
         with undisturbed(), under(self._settings):
-            return {name: task.executable for name, task in self.tasks.items()}
+            return {
+                name: task.executable for name, task in self.tasks.items() if tasks is None or str(name) in tasks
+            }
 
     def lower(self, name: TaskName) -> jax.stages.Lowered:
         """Lower a task for XLA."""

@@ -3,14 +3,17 @@
 In: what the profiler writes. Out: `Seen`s, one per execution of an operation. On CPU the profiler has an event per operation in
 the line of the thread that ran it, with the operation's name, its program and the device; an operation that goes on in other
 threads has another event at its end. On GPUs and TPUs the devices have planes of their own; on GPUs every event is a kernel, and
-only those that were launched alone name their operation. What can go wrong: a profiler that runs already, or a platform whose
-events name no operations; `NothingSeen` says so in words.
+only those that were launched alone name their operation. A mark at the beginning of the session tells what `time.perf_counter`
+said then, so that all times are those of that clock. What can go wrong: a profiler that runs already, or a platform whose events
+name no operations; `NothingSeen` says so in words.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import tempfile
+import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -25,6 +28,8 @@ _COPY = "Memcpy"
 _WHOLE_LINE = "XLA Ops"
 """The line of a device's plane that has all operations, where there is one."""
 _END = "end: "
+_MARK = "autopar: the clock"
+"""The name of the event at the beginning of a session."""
 
 
 class _Event(Protocol):
@@ -66,6 +71,7 @@ class Seen:
         end_s: when it ended.
         kernel: the name of a GPU's kernel.
         graph: the CUDA graph and the launch of it that a kernel is part of.
+        run: tells the executions of a program from each other; empty if the profiler does not say.
     """
 
     name: str
@@ -75,6 +81,7 @@ class Seen:
     end_s: float
     kernel: str = ""
     graph: tuple[object, object] | None = None
+    run: str = ""
 
 
 class Profile:
@@ -90,28 +97,50 @@ class Profile:
         except RuntimeError as error:
             self._folder.cleanup()
             raise NothingSeen(f"JAX's profiler could not be started: {error}") from None
+        self._marked_s = time.perf_counter()
+        with jax.profiler.TraceAnnotation(_MARK):
+            pass
 
     def end(self) -> list[Seen]:
-        """Stop, and return what was seen. Raises NothingSeen."""
+        """Stop, and return what was seen, by the clock of `time.perf_counter`. Raises NothingSeen."""
         with self._folder:
             try:
                 jax.profiler.stop_trace()
             except RuntimeError as error:
                 raise NothingSeen(f"JAX's profiler did not write what it saw: {error}") from None
-            found = [one for path in Path(self._folder.name).rglob("*.xplane.pb") for one in read_profile(path)]
+            paths = list(Path(self._folder.name).rglob("*.xplane.pb"))
+            found = [one for path in paths for one in read_profile(path)]
+            marks_s = [mark_s for path in paths for mark_s in _marks_of(path)]
         if not found:
             raise NothingSeen("JAX's profiler names no operations on this platform")
-        return found
+        if len(marks_s) != 1:
+            raise NothingSeen(f"JAX's profiler wrote {len(marks_s)} marks of its clock where there is one")
+        later_s = self._marked_s - marks_s[0]
+        return [dataclasses.replace(one, start_s=one.start_s + later_s, end_s=one.end_s + later_s) for one in found]
 
 
 def read_profile(path: Path) -> list[Seen]:
     """Every execution of an operation in a file of the profiler."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # jaxlib 0.12 warns of a type of its own
+    with _without_deprecations():
         planes = list(jax.profiler.ProfileData.from_file(str(path)).planes)
         on_devices = [plane for plane in planes if plane.name.startswith(_DEVICE_PLANE)]
         found = [one for plane in on_devices for one in _of_device(plane)]
         return found or [one for plane in planes for one in _of_threads(plane)]
+
+
+def _marks_of(path: Path) -> list[float]:
+    """When the marks of the clock in a file began."""
+    with _without_deprecations():
+        planes = [p for p in jax.profiler.ProfileData.from_file(str(path)).planes if not p.name.startswith(_DEVICE_PLANE)]
+        events = (event for plane in planes for line in plane.lines for event in line.events)
+        return [event.start_ns * 1e-9 for event in events if event.name == _MARK]
+
+
+@contextlib.contextmanager
+def _without_deprecations() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # jaxlib 0.12 warns of a type of its own
+        yield
 
 
 def _of_device(plane: _Plane) -> Iterator[Seen]:
@@ -132,6 +161,7 @@ def _of_device(plane: _Plane) -> Iterator[Seen]:
                     end_s=start_s + event.duration_ns * 1e-9,
                     kernel=event.name if streams else "",
                     graph=(stats["cuda_graph_id"], stats.get("correlation_id")) if in_graph else None,
+                    run=str(stats.get("run_id", "")),
                 )
 
 
@@ -159,6 +189,7 @@ def _of_threads(plane: _Plane) -> list[Seen]:
                     device=device,
                     start_s=start_s,
                     end_s=start_s + event.duration_ns * 1e-9,
+                    run=str(stats.get("run_id", "")),
                 )
                 begun.append((seen, stats.get("_p")))
     return [dataclasses.replace(seen, end_s=max(seen.end_s, ends.get(key, 0.0))) for seen, key in begun]

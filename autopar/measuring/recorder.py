@@ -1,9 +1,9 @@
 """`record`: measure the calls of a step while a block of code makes them.
 
 In: a parallelized step, and the moments of `autopar.events`. Out: `Recorded`. Each call waits for what was under way before, and
-is waited for, so that its seconds are its own. One call, the first whose programs have run before, is looked into: a pipeline
-measures every instruction, and on one mesh JAX's profiler is on. What can go wrong: the block makes one call alone, of programs
-that never ran; that is said, and the seconds are kept.
+is waited for, so that its seconds are its own. One call, the first whose programs have run before, is looked into: JAX's
+profiler is on, and a pipeline measures every instruction. What can go wrong: the block makes one call alone, of programs that
+never ran; that is said, and the seconds are kept.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from autopar.execution.one_mesh import CompiledStep
 from autopar.execution.pipeline import CompiledPipeline
 from autopar.measuring.operations import operations_that_ran
 from autopar.measuring.profile import NothingSeen, Profile, Seen
+from autopar.measuring.stage_operations import TaskProgram, operations_of_tasks
 from autopar.plan import Plan
 from autopar.recording.recorded import ProgramOperation, Recorded, RecordedCall, RecordedOperation, RecordedSpan
 from autopar.recording.run import RecordedRun
@@ -39,8 +40,8 @@ def record(
 
     Args:
         step: what `parallelize` made, or compiled.
-        details: how many calls are looked into, which slows these: pipelines instruction by instruction, steps on one mesh by
-            JAX's profiler. The first call of a program is not one of them. 0: calls are timed alone.
+        details: how many calls are looked into, which slows these: by JAX's profiler, pipelines instruction by instruction
+            too. The first call of a program is not one of them. 0: calls are timed alone.
         calls: how many calls are measured at the most; those behind them run as they would without. None: all.
 
     Yields:
@@ -84,6 +85,8 @@ class _Recorder:
         self._calls: list[RecordedCall] = []
         self._spans: list[RecordedSpan] = []
         self._seen: list[tuple[int, Seen]] = []
+        self._origins: dict[int, float] = {}
+        self._profiles = True
         self._missing: dict[str, None] = {}
 
     def on_moment(self, moment: Moment) -> None:
@@ -117,13 +120,12 @@ class _Recorder:
     def _begin(self, run: StepRun, values: Sequence[object]) -> None:
         jax.block_until_ready([x for x in values if isinstance(x, jax.Array) and not x.is_deleted()])
         call = self._under_way = _Call(run, self._details > 0 and not run.is_first)
-        if call.is_detailed and isinstance(run.plan, Plan):
+        run.wants_timeline = run.wants_timeline or (call.is_detailed and not isinstance(run.plan, Plan))
+        if call.is_detailed and self._profiles:
             try:
                 call.profile = Profile()
             except NothingSeen as error:
-                self._give_up(str(error))
-        elif call.is_detailed:
-            run.wants_timeline = True
+                self._give_up(str(error), run)
         call.began_s = time.perf_counter()
 
     def _end(self, results: Sequence[object]) -> None:
@@ -141,8 +143,9 @@ class _Recorder:
             try:
                 self._seen += [(number, one) for one in call.profile.end()]
             except NothingSeen as error:
-                self._give_up(str(error))
+                self._give_up(str(error), call.run)
         if isinstance(call.run.timeline, Timeline):
+            self._origins[number] = call.run.timeline.began_s
             self._spans += [span for one in call.run.timeline.spans if (span := _span(one, number)) is not None]
 
     def _drop(self) -> None:
@@ -152,10 +155,11 @@ class _Recorder:
             with contextlib.suppress(NothingSeen):
                 call.profile.end()
 
-    def _give_up(self, words: str) -> None:
-        """Look into no further call."""
+    def _give_up(self, words: str, run: StepRun) -> None:
+        """Profile no further call; on one mesh there is nothing else to look into."""
         self._missing[f"the time of each operation: {words}"] = None
-        self._details = 0
+        self._profiles = False
+        self._details = 0 if isinstance(run.plan, Plan) else self._details
 
     def recorded(self) -> Recorded | None:
         """All that was measured; None if that is nothing."""
@@ -186,12 +190,15 @@ class _Recorder:
 
     def _operations(
         self, compiled: CompiledStep | CompiledPipeline
-    ) -> tuple[dict[str, ProgramOperation], list[RecordedOperation]]:
-        """What was seen of the step's own program on its own devices, and what these operations are."""
-        if not self._seen or not isinstance(compiled, CompiledStep):
+    ) -> tuple[dict[tuple[str, str], ProgramOperation], list[RecordedOperation]]:
+        """What was seen of the step's own programs on its own devices, and what these operations are."""
+        if not self._seen:
             return {}, []
-        places = {device.local_hardware_id: place for place, device in enumerate(compiled.mesh.devices.flat)}
-        found = operations_that_ran(self._seen, compiled.as_text(), compiled.plan, places)
+        if isinstance(compiled, CompiledStep):
+            places = _places_here(compiled.mesh)
+            found = operations_that_ran(self._seen, compiled.as_text(), compiled.plan, places)
+        else:
+            found = operations_of_tasks(self._seen, self._spans, self._origins, _programs(compiled, self._spans))
         self._missing |= dict.fromkeys(found.missing)
         return found.program, found.operations
 
@@ -203,6 +210,30 @@ def _compiled_of(run: StepRun) -> CompiledStep | CompiledPipeline | None:
 def _devices_of(compiled: CompiledStep | CompiledPipeline) -> list[jax.Device]:
     meshes = [compiled.mesh] if isinstance(compiled, CompiledStep) else [stage.device_mesh for stage in compiled.stages]
     return [device for mesh in meshes for device in mesh.devices.flat]
+
+
+def _places_here(mesh: jax.sharding.Mesh) -> dict[int, int]:
+    """The places in a mesh of the devices of this process, by the numbers that its profiler gives them."""
+    here = jax.process_index()
+    return {
+        device.local_hardware_id: place
+        for place, device in enumerate(mesh.devices.flat)
+        if device.process_index == here
+    }
+
+
+def _programs(compiled: CompiledPipeline, spans: Sequence[RecordedSpan]) -> dict[str, TaskProgram]:
+    """The programs of the tasks that ran on this process."""
+    stages = compiled.stages
+    return {
+        str(name): TaskProgram(
+            hlo_text=str(executable.as_text()),
+            plan=compiled.plan.stages[name.stage].plan,
+            mesh=stages[name.stage].mesh,
+            places=_places_here(stages[name.stage].device_mesh),
+        )
+        for name, executable in compiled.executables({span.name for span in spans if span.transfer is None}).items()
+    }
 
 
 def _cluster_text(cluster: Cluster | None) -> str:

@@ -2,9 +2,9 @@
 
 In: a recording. Out: a `Comparison`, rows of seconds per step. On one mesh the parts are compute, each kind of collective over
 its axes, and what devices do neither in; seconds are means over the devices. In stages they are the work of the busiest mesh,
-what it waits for others, what happens once per step, and of each stage the forward and backward of one microbatch. The measured
-parts, those of tasks and of kinds of collectives aside, add up to the call that was looked into, which has a row: looking takes
-time. What can go wrong: XLA merges collectives and turns one kind into another; kinds that were planned and did not run, or the
+what it waits for others, what happens once per step, and of each stage the forward and backward of one microbatch, and its tasks
+of a step as the parts of one mesh. The measured parts, those of stages and of kinds of collectives aside, add up to the call that
+was looked into, which has a row: looking takes time. What can go wrong: XLA merges collectives and turns one kind into another; kinds that were planned and did not run, or the
 other way round, have a row with one figure.
 """
 
@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from autopar.errors import ArgumentError
 from autopar.inter_op.pipeline_seconds import find_exposed_s, once_a_step_s, schedule_of, time_stages
-from autopar.pipeline_plan import PipelinePlan
+from autopar.pipeline_plan import PipelinePlan, StagePlan
 from autopar.plan import Plan
 from autopar.recording.device_times import CollectiveRun, DeviceTimes, collective_runs, device_times
 from autopar.recording.recorded import KERNEL, TASKS, Recorded, RecordedSpan
@@ -135,7 +135,7 @@ def _of_one_mesh(recorded: Recorded, plan: Plan) -> Iterator[ComparedPart]:
         measured_s=mean(lambda one: one.exposed_s),
     )
     untold = {one.collective for one in recorded.program if one.opcode == KERNEL}
-    yield from _collectives(plan, runs, calls, len({one.device for one in devices}), untold=untold)
+    yield from _collectives(plan, runs, calls, len({one.device for one in devices}), untold=untold, where="")
     looked_s = _looked_s(recorded)
     yield ComparedPart(
         what=_NEITHER,
@@ -146,9 +146,12 @@ def _of_one_mesh(recorded: Recorded, plan: Plan) -> Iterator[ComparedPart]:
 
 
 def _collectives(
-    plan: Plan, runs: Sequence[CollectiveRun], calls: int, devices: int, *, untold: Collection[str]
+    plan: Plan, runs: Sequence[CollectiveRun], calls: int, devices: int, *, untold: Collection[str], where: str
 ) -> Iterator[ComparedPart]:
-    """A row for each kind over its axes, planned or run; of the kinds `untold` kernels ran that are nobody's."""
+    """A row for each kind over its axes, planned or run; of the kinds `untold` kernels ran that are nobody's.
+
+    `where` follows the name of each.
+    """
     planned: dict[tuple[str, tuple[str, ...]], float] = {}
     for one in plan.collectives:
         key = one.kind, _ordered(one.axes, plan)
@@ -165,7 +168,7 @@ def _collectives(
         )
         is_told = devices > 0 and kind not in untold
         yield ComparedPart(
-            what=f"{kind} over {', '.join(axes) or 'some devices'}",
+            what=f"{kind} over {', '.join(axes) or 'some devices'}{where}",
             predicted_s=planned.get((kind, axes)),
             measured_s=total_s if is_told else None,
             note=note if devices else "",
@@ -233,6 +236,39 @@ def _of_stages(recorded: Recorded, plan: PipelinePlan) -> Iterator[ComparedPart]
                     measured_s=task_s(stage.stage, kind),
                     note="of one microbatch",
                 )
+    if recorded.operations:
+        for stage in plan.stages:
+            yield from _of_one_stage(recorded, plan, stage)
+
+
+def _of_one_stage(recorded: Recorded, plan: PipelinePlan, stage: StagePlan) -> Iterator[ComparedPart]:
+    """What devices do in all tasks of a stage in one step; compute, what is waited for and neither add up to their seconds."""
+    number = stage.stage
+    devices = [one for call in recorded.detailed for one in device_times(recorded, call, stage=number)]
+    runs = [run for call in recorded.detailed for run in collective_runs(recorded, call, stage=number)]
+    if not devices:
+        return
+    where, calls = f" in stage {number}", len(recorded.detailed)
+    tasks_s = sum(span.seconds for span in recorded.spans if span.stage == number) / calls
+    compute_s, exposed_s = (statistics.fmean(values) for values in zip(*((d.compute_s, d.exposed_s) for d in devices)))
+    waited_s = max(0.0, stage.plan.comm_s - stage.plan.hidden_s)
+    called_s = plan.num_microbatches * (stage.forward_s + stage.backward_s) + stage.once_s
+    yield ComparedPart(
+        what=f"{_COMPUTE}{where}",
+        predicted_s=stage.plan.compute_s,
+        measured_s=compute_s,
+        note="mean of its devices, of all tasks of a step",
+    )
+    yield ComparedPart(what=f"{_WAITED}{where}", predicted_s=waited_s, measured_s=exposed_s)
+    untold = {one.collective for one in recorded.program if one.opcode == KERNEL}
+    many = len({one.device for one in devices})
+    yield from _collectives(stage.plan, runs, calls, many, untold=untold, where=where)
+    yield ComparedPart(
+        what=f"{_NEITHER}{where}",
+        predicted_s=max(0.0, called_s - stage.plan.compute_s - waited_s),
+        measured_s=max(0.0, tasks_s - compute_s - exposed_s),
+        note="calls of its tasks, and threads that wait for a core",
+    )
 
 
 class _MeasuredStages:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from autopar.recording.recorded import ProgramOperation, Recorded, RecordedOperation
 
@@ -24,8 +24,12 @@ Interval = tuple[float, float]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceTimes:
-    """Seconds of one device in one call, from the first operation of any device to the last."""
+    """Seconds of one device in one call, from the first operation of any device to the last.
 
+    `mesh` is the number of its mesh, and `device` its place there.
+    """
+
+    mesh: int
     device: int
     compute_s: float
     exposed_s: float
@@ -52,21 +56,26 @@ class CollectiveRun:
     waited_s: tuple[float, ...]
 
 
-def device_times(recorded: Recorded, call: int) -> list[DeviceTimes]:
-    """The times of every device in a call, by its place."""
-    operations = [one for one in recorded.operations if one.call == call]
+def device_times(recorded: Recorded, call: int, *, stage: int | None = None) -> list[DeviceTimes]:
+    """The times of every device in a call, by its mesh and place; of one stage alone if it is given."""
+    operations = [
+        one for one in recorded.operations if one.call == call and (stage is None or recorded.stage(one) == stage)
+    ]
     if not operations:
         return []
     first, last = min(one.start_s for one in operations), max(one.end_s for one in operations)
+    by_device: dict[tuple[int, int], list[RecordedOperation]] = {}
+    for one in operations:
+        by_device.setdefault((recorded.mesh(one), one.device), []).append(one)
     found = []
-    for device in sorted({one.device for one in operations}):
-        own = [one for one in operations if one.device == device]
-        compute = _union(_intervals(own, recorded.by_name, is_collective=False))
-        communication = _union(_intervals(own, recorded.by_name, is_collective=True))
+    for (mesh, device), own in sorted(by_device.items()):
+        compute = _union(_intervals(own, recorded, is_collective=False))
+        communication = _union(_intervals(own, recorded, is_collective=True))
         both_s = _length(_union([*compute, *communication]))
         compute_s, communication_s = _length(compute), _length(communication)
         found.append(
             DeviceTimes(
+                mesh=mesh,
                 device=device,
                 compute_s=compute_s,
                 exposed_s=both_s - compute_s,
@@ -77,17 +86,20 @@ def device_times(recorded: Recorded, call: int) -> list[DeviceTimes]:
     return found
 
 
-def collective_runs(recorded: Recorded, call: int) -> list[CollectiveRun]:
-    """Every execution of a collective in a call, group by group."""
-    executions: dict[tuple[str, int], list[RecordedOperation]] = {}
+def collective_runs(recorded: Recorded, call: int, *, stage: int | None = None) -> list[CollectiveRun]:
+    """Every execution of a collective in a call, group by group; of one stage alone if it is given."""
+    executions: dict[tuple[str, int | None, str], dict[int, list[RecordedOperation]]] = {}
     for one in sorted(recorded.operations, key=lambda one: one.start_s):
-        if one.call == call and recorded.by_name[one.name].collective:
-            executions.setdefault((one.name, one.device), []).append(one)
+        if one.call != call or (stage is not None and recorded.stage(one) != stage):
+            continue
+        if recorded.operation(one).collective:
+            by_device = executions.setdefault((one.task, one.microbatch, one.name), {})
+            by_device.setdefault(one.device, []).append(one)
     found = []
-    for name in dict.fromkeys(name for name, _ in executions):
-        operation = recorded.by_name[name]
+    for by_device in executions.values():
+        operation = recorded.operation(next(iter(by_device.values()))[0])
         for group in operation.groups:
-            rows = [executions.get((name, device), []) for device in group]
+            rows = [by_device.get(device, []) for device in group]
             found += [_run(operation, group, ranks) for ranks in zip(*rows, strict=False)]
     return found
 
@@ -104,9 +116,13 @@ def _run(operation: ProgramOperation, group: Sequence[int], ranks: Sequence[Reco
 
 
 def _intervals(
-    operations: Sequence[RecordedOperation], by_name: Mapping[str, ProgramOperation], *, is_collective: bool
+    operations: Sequence[RecordedOperation], recorded: Recorded, *, is_collective: bool
 ) -> list[Interval]:
-    return [(one.start_s, one.end_s) for one in operations if bool(by_name[one.name].collective) == is_collective]
+    return [
+        (one.start_s, one.end_s)
+        for one in operations
+        if bool(recorded.operation(one).collective) == is_collective
+    ]
 
 
 def _union(intervals: Sequence[Interval]) -> list[Interval]:

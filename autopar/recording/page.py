@@ -63,7 +63,7 @@ def comparison_table(comparison: Comparison, *, most: int | None = None) -> Tabl
 
 
 def operations_table(recorded: Recorded, *, most: int = MOST_OPERATIONS) -> Table:
-    """The operations of one mesh that took longest, over all devices and calls."""
+    """The operations that took longest, over all devices and calls; in stages each with its task."""
     table = new_table(
         "The operations that took longest",
         "operation",
@@ -74,19 +74,22 @@ def operations_table(recorded: Recorded, *, most: int = MOST_OPERATIONS) -> Tabl
         numbers=("times", "seconds of a device", "bytes"),
         aside=("from",),
     )
-    total: dict[str, list[float]] = {}
-    times: collections.Counter[str] = collections.Counter()
+    total: dict[tuple[str, str], list[float]] = {}
+    times: collections.Counter[tuple[str, str]] = collections.Counter()
+    devices: dict[str, set[int]] = {}
     for one in recorded.operations:
-        total.setdefault(one.name, []).append(one.seconds)
-        times[one.name] += not one.goes_on
-    rows = max(len(recorded.detailed) * len({one.device for one in recorded.operations}), 1)
-    for name, seconds in sorted(total.items(), key=lambda row: -sum(row[1]))[:most]:
-        known = recorded.by_name[name]
-        what = _shortened(f"{known.collective} {name}" if known.collective else name)
+        total.setdefault((one.task, one.name), []).append(one.seconds)
+        times[one.task, one.name] += not one.goes_on
+        devices.setdefault(one.task, set()).add(one.device)
+    program = {(one.task, one.name): one for one in recorded.program}
+    rows = {task: len(recorded.detailed) * len(numbers) for task, numbers in devices.items()}
+    for key, seconds in sorted(total.items(), key=lambda row: -sum(row[1]) / rows[row[0][0]])[:most]:
+        known = program[key]
+        what = _shortened(f"{known.collective} {known.name}" if known.collective else known.name)
         cells = (
-            what,
-            str(round(times[name] / rows)),
-            seconds_text(sum(seconds) / rows),
+            f"{what} in {known.task}" if known.task else what,
+            str(round(times[key] / rows[known.task])),
+            seconds_text(sum(seconds) / rows[known.task]),
             "-" if known.opcode == KERNEL else bytes_text(known.bytes),
             known.scope,
         )

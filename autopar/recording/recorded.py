@@ -82,6 +82,7 @@ class ProgramOperation:
         bytes: of a collective what one device holds on the larger side; of compute what it reads and writes.
         flops: of the products in it, on one device.
         scope: the module that it comes from, such as `block_3/ffn/up`; empty if the program names none.
+        task: of a pipeline, whose program it is of; empty on one mesh.
     """
 
     name: str
@@ -92,6 +93,7 @@ class ProgramOperation:
     bytes: int = 0
     flops: float = 0.0
     scope: str = ""
+    task: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,6 +107,8 @@ class RecordedOperation:
         start_s: when it began.
         end_s: when it ended.
         goes_on: it is a further kernel of the execution before it.
+        task: of a pipeline, in which it ran; empty on one mesh.
+        microbatch: of that task; None if it runs once per step.
     """
 
     call: int
@@ -113,6 +117,8 @@ class RecordedOperation:
     start_s: float
     end_s: float
     goes_on: bool = False
+    task: str = ""
+    microbatch: int | None = None
 
     @property
     def seconds(self) -> float:
@@ -132,8 +138,8 @@ class Recorded:
         jax_version: that ran it.
         calls: every call of the plan.
         spans: of detailed calls of a pipeline.
-        program: the operations of the program of one mesh, those that were seen to run.
-        operations: of detailed calls on one mesh.
+        program: the operations of the program of one mesh, or of the programs of tasks; those that were seen to run.
+        operations: of detailed calls.
         missing: what could not be measured, and why, in words.
     """
 
@@ -154,9 +160,24 @@ class Recorded:
         return plan_from_json(self.plan_text)
 
     @functools.cached_property
-    def by_name(self) -> Mapping[str, ProgramOperation]:
-        """The operations of the program by their names."""
-        return {operation.name: operation for operation in self.program}
+    def _by_name(self) -> Mapping[tuple[str, str], ProgramOperation]:
+        return {(operation.task, operation.name): operation for operation in self.program}
+
+    @functools.cached_property
+    def _stage_and_mesh(self) -> Mapping[str, tuple[int | None, int]]:
+        return {span.name: (span.stage, span.mesh) for span in self.spans if span.transfer is None}
+
+    def operation(self, one: RecordedOperation) -> ProgramOperation:
+        """The operation of the program that an execution is of."""
+        return self._by_name[one.task, one.name]
+
+    def stage(self, one: RecordedOperation) -> int | None:
+        """The stage whose task an execution is of; None on one mesh."""
+        return self._stage_and_mesh[one.task][0] if one.task else None
+
+    def mesh(self, one: RecordedOperation) -> int:
+        """The number of the mesh on which an execution was."""
+        return self._stage_and_mesh[one.task][1] if one.task else 0
 
     @property
     def detailed(self) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from autopar.explain.units import seconds_text
 from autopar.pipeline_plan import PipelinePlan
@@ -67,12 +67,21 @@ def find_stragglers(recorded: Recorded, *, more_than: float = MORE_THAN) -> tupl
 
 
 def _devices(recorded: Recorded) -> Iterator[Straggler]:
-    total: dict[int, list[float]] = {}
+    total: dict[int, dict[int, list[float]]] = {}
     for call in recorded.detailed:
         for one in device_times(recorded, call):
-            total.setdefault(one.device, []).append(one.compute_s)
-    seconds = {device: statistics.median(values) for device, values in total.items()}
-    yield from _among(seconds, "device", lambda device: f"the compute of device {device}")
+            total.setdefault(one.mesh, {}).setdefault(one.device, []).append(one.compute_s)
+    in_stages = isinstance(recorded.plan, PipelinePlan)
+    for mesh, by_device in total.items():
+        seconds = {device: statistics.median(values) for device, values in by_device.items()}
+        where = f" of mesh {mesh}" if in_stages else ""
+        for device, others_s in _each_beside_others(seconds):
+            yield Straggler(
+                kind="device",
+                what=f"the compute of device {device}{where}",
+                seconds=seconds[device],
+                equals_s=others_s,
+            )
 
 
 def _meshes(recorded: Recorded) -> Iterator[Straggler]:
@@ -114,11 +123,6 @@ def _tasks(recorded: Recorded) -> Iterator[Straggler]:
                 seconds=span.seconds,
                 equals_s=others_s,
             )
-
-
-def _among(seconds: Mapping[int, float], kind: str, name: Callable[[int], str]) -> Iterator[Straggler]:
-    for number, others_s in _each_beside_others(seconds):
-        yield Straggler(kind=kind, what=name(number), seconds=seconds[number], equals_s=others_s)
 
 
 def _each_beside_others(values: Mapping[int, float]) -> Iterator[tuple[int, float]]:

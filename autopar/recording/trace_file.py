@@ -1,7 +1,7 @@
 """A recording as a file: a Chrome trace with all that was recorded beside it.
 
 In: `Recorded`. Out: JSON in Chrome's trace event format, which Perfetto and chrome://tracing open: a process for each call that
-was looked into, with a row for each mesh or device; for a pipeline another with the step as it was predicted. What was recorded
+was looked into, with a row for each mesh of a pipeline and two for each device; for a pipeline another with the step as it was predicted. What was recorded
 stands under `otherData`, which viewers leave alone, so that the file can be read back. What can go wrong: another file;
 ArgumentError says what this is not.
 """
@@ -114,21 +114,27 @@ def _of_spans(spans: Sequence[RecordedSpan], process: int) -> Iterator[Event]:
 
 
 def _of_operations(recorded: Recorded, call: int) -> Iterator[Event]:
-    """Two rows for each device: its compute, and its collectives."""
+    """Two rows for each device, behind those of meshes: its compute, and its collectives."""
     operations = [one for one in recorded.operations if one.call == call]
-    for device in sorted({one.device for one in operations}):
-        yield _row(call, 2 * device, f"device {device}")
-        yield _row(call, 2 * device + 1, f"device {device}, collectives")
+    devices = sorted({(recorded.mesh(one), one.device) for one in operations})
+    first = 1 + max((span.mesh for span in recorded.spans), default=-1)
+    rows = {place: first + 2 * number for number, place in enumerate(devices)}
+    for (mesh, device), row in rows.items():
+        name = f"mesh {mesh}, device {device}" if recorded.spans else f"device {device}"
+        yield _row(call, row, name)
+        yield _row(call, row + 1, f"{name}, collectives")
     for one in operations:
-        known = recorded.by_name[one.name]
+        known = recorded.operation(one)
         arguments: Event = {"opcode": known.opcode, "bytes": known.bytes}
         arguments |= {"axes": ", ".join(known.axes)} if known.collective else {}
         arguments |= {"flops": known.flops} if known.flops else {}
         arguments |= {"scope": known.scope} if known.scope else {}
+        arguments |= {"task": one.task} if one.task else {}
+        arguments |= {} if one.microbatch is None else {"microbatch": one.microbatch}
         yield {
             "ph": "X",
             "pid": call,
-            "tid": 2 * one.device + bool(known.collective),
+            "tid": rows[recorded.mesh(one), one.device] + bool(known.collective),
             "name": one.name,
             "cat": known.collective or "compute",
             "ts": one.start_s * 1e6,

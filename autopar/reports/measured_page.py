@@ -33,7 +33,7 @@ def measured_sections(recorded: Recorded) -> Iterator[Section]:
         predicted = predicted_spans(plan)
         if recorded.spans and len(predicted) <= MOST_SPANS:
             drawn.append(_captioned(_pipeline(predicted, recorded), recorded))
-    elif recorded.operations:
+    if recorded.operations:
         drawn.append(_captioned(_devices(recorded), recorded))
     yield Section(
         title="Measured beside predicted",
@@ -90,12 +90,13 @@ def _devices(recorded: Recorded) -> str:
     operations = sorted((one for one in recorded.operations if one.call == call), key=lambda one: one.start_s)
     least_s = max(one.end_s for one in operations) / _FINEST
     legend = ["compute", *dict.fromkeys(one.collective for one in recorded.program if one.collective)]
-    rows: dict[int, list[charts.Block]] = {}
+    rows: dict[tuple[int, int], list[charts.Block]] = {}
     for one in operations:
-        series = legend.index(recorded.by_name[one.name].collective or "compute")
-        row = rows.setdefault(one.device, [])
+        series = legend.index(recorded.operation(one).collective or "compute")
+        row = rows.setdefault((recorded.mesh(one), one.device), [])
         if row and row[-1][2] == series and one.start_s - sum(row[-1][:2]) < least_s:
             row[-1] = (row[-1][0], max(row[-1][1], one.end_s - row[-1][0]), series)
         else:
             row.append((one.start_s, one.seconds, series))
-    return charts.gantt("measured-devices", [(f"device {n}", rows[n]) for n in sorted(rows)], legend)
+    where = "mesh {} device {}" if recorded.spans else "device {1}"
+    return charts.gantt("measured-devices", [(where.format(*place), rows[place]) for place in sorted(rows)], legend)

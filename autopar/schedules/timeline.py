@@ -29,10 +29,11 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """All spans of one step, mesh by mesh and in order."""
+    """All spans of one step, mesh by mesh and in order. `began_s`: when a measured one began, by `time.perf_counter`."""
 
     num_meshes: int
     spans: tuple[Span, ...]
+    began_s: float = 0.0
 
     @property
     def makespan_s(self) -> float:

@@ -61,7 +61,7 @@ def test_a_real_graph_is_the_program_in_its_order(mlp_recording):
 
 
 def test_products_of_a_real_graph_are_those_of_the_program(mlp_recording):
-    seen = [mlp_recording.by_name[one.name] for one in mlp_recording.operations if not one.goes_on]
+    seen = [mlp_recording.operation(one) for one in mlp_recording.operations if not one.goes_on]
     assert sum(one.flops for one in seen) == arithmetic(hlo_of("mlp_h100")).flops > 1e13
     further = collections.Counter(one.name for one in mlp_recording.operations if one.goes_on)
     assert set(further.values()) == {1}

@@ -64,7 +64,7 @@ def test_collectives_carry_the_axes_and_the_bytes_of_the_plan(one_mesh):
 
 def test_products_are_found_in_what_xla_made_of_them(one_mesh):
     data = one_mesh.data
-    flops = sum(data.by_name[one.name].flops for one in data.operations)
+    flops = sum(data.operation(one).flops for one in data.operations)
     assert flops == data.plan.flops
 
 
