@@ -340,6 +340,33 @@ def process_that_dies():
     return in_trouble(lambda: os._exit(3))
 
 
+def recorded():
+    """What each process records of one mesh, and of stages that have devices of both: places, times, words."""
+    devices = [device for pair in zip(jax.devices()[:4], jax.devices()[4:], strict=True) for device in pair]
+    ways = {
+        "one mesh": {"mesh_shape": (8,)},
+        "stages": {"devices": devices, "mesh_shape": [(4,), (2, 2)], "num_microbatches": 2, "schedule": "gpipe"},
+    }
+    found = {}
+    for name, way in ways.items():
+        parallel = autopar.parallelize(step, **way)
+        parallel.plan(jax.eval_shape(init_state, 0), batch(0))
+        state = parallel.init_state(init_state, 0)
+        with autopar.record(parallel) as run:
+            for n in range(STEPS):
+                state, *_ = parallel(state, batch(n))
+        data, own = run.data, run.data.operations
+        found[f"{name}: places"] = sorted({(data.mesh(one), one.device) for one in own})
+        spans = {(span.name, span.microbatch): span for span in data.spans}
+        held = (spans.get((one.task, one.microbatch)) for one in own)
+        found[f"{name}: held"] = [
+            span is None or span.start_s <= one.start_s <= one.end_s <= span.end_s
+            for one, span in zip(own, held, strict=True)
+        ]
+        found[f"{name}: said"] = str(run)
+    return found
+
+
 def main(name, rank, count, port, folder):
     """Join the others, run the scenario, write its numbers."""
     jax.distributed.initialize(

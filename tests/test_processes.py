@@ -125,6 +125,21 @@ def test_state_goes_from_one_mesh_to_stages_of_both_processes_and_starts_again_f
 
 
 @pytest.mark.slow
+def test_each_process_records_the_operations_of_its_own_devices_at_their_places(tmp_path):
+    first, second = numbers_of("recorded", tmp_path)
+    assert first["one mesh: places"].tolist() == [[0, place] for place in range(4)]
+    assert second["one mesh: places"].tolist() == [[0, place] for place in range(4, 8)]
+    assert first["stages: places"].tolist() == [[mesh, place] for mesh in (0, 1) for place in (0, 2)]
+    assert second["stages: places"].tolist() == [[mesh, place] for mesh in (0, 1) for place in (1, 3)]
+    for found in (first, second):
+        assert found["stages: held"].all()
+        assert found["stages: held"].size
+        assert "all-reduce over x" in str(found["one mesh: said"])
+        assert "other processes have some of its devices" in str(found["one mesh: said"])
+        assert "not measured: what 4 of 8 devices do, which other processes have" in str(found["stages: said"])
+
+
+@pytest.mark.slow
 def test_numbers_that_were_pythons_are_weakly_typed_in_every_process(tmp_path):
     types = [("bfloat16", False), ("bfloat16", False), ("float32", True), ("int32", True)]
     for found in numbers_of("weak_rate", tmp_path):

@@ -281,9 +281,7 @@ class CompiledPipeline:
     def executables(self, tasks: Collection[str] | None = None) -> dict[TaskName, jax.stages.Compiled]:
         """Return XLA's executable of every task, or of some `tasks`, compiled under JAX's settings at the time of tracing."""
         with undisturbed(), under(self._settings):
-            return {
-                name: task.executable for name, task in self.tasks.items() if tasks is None or str(name) in tasks
-            }
+            return {name: task.executable for name, task in self.tasks.items() if tasks is None or str(name) in tasks}
 
     def lower(self, name: TaskName) -> jax.stages.Lowered:
         """Lower a task for XLA."""

@@ -84,6 +84,11 @@ class Seen:
     run: str = ""
 
 
+def number_of(device: jax.Device) -> int:
+    """The number that the profiler gives a device of this process: on CPUs its own, among all processes, else the hardware's."""
+    return int(device.id if device.platform == "cpu" else device.local_hardware_id)
+
+
 class Profile:
     """A session of the profiler around one call."""
 
@@ -131,7 +136,9 @@ def read_profile(path: Path) -> list[Seen]:
 def _marks_of(path: Path) -> list[float]:
     """When the marks of the clock in a file began."""
     with _without_deprecations():
-        planes = [p for p in jax.profiler.ProfileData.from_file(str(path)).planes if not p.name.startswith(_DEVICE_PLANE)]
+        planes = [
+            p for p in jax.profiler.ProfileData.from_file(str(path)).planes if not p.name.startswith(_DEVICE_PLANE)
+        ]
         events = (event for plane in planes for line in plane.lines for event in line.events)
         return [event.start_ns * 1e-9 for event in events if event.name == _MARK]
 

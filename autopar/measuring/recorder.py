@@ -23,7 +23,7 @@ from autopar.events import Moment, StepRun, observing
 from autopar.execution.one_mesh import CompiledStep
 from autopar.execution.pipeline import CompiledPipeline
 from autopar.measuring.operations import operations_that_ran
-from autopar.measuring.profile import NothingSeen, Profile, Seen
+from autopar.measuring.profile import NothingSeen, Profile, Seen, number_of
 from autopar.measuring.stage_operations import TaskProgram, operations_of_tasks
 from autopar.plan import Plan
 from autopar.recording.recorded import ProgramOperation, Recorded, RecordedCall, RecordedOperation, RecordedSpan
@@ -215,11 +215,7 @@ def _devices_of(compiled: CompiledStep | CompiledPipeline) -> list[jax.Device]:
 def _places_here(mesh: jax.sharding.Mesh) -> dict[int, int]:
     """The places in a mesh of the devices of this process, by the numbers that its profiler gives them."""
     here = jax.process_index()
-    return {
-        device.local_hardware_id: place
-        for place, device in enumerate(mesh.devices.flat)
-        if device.process_index == here
-    }
+    return {number_of(device): place for place, device in enumerate(mesh.devices.flat) if device.process_index == here}
 
 
 def _programs(compiled: CompiledPipeline, spans: Sequence[RecordedSpan]) -> dict[str, TaskProgram]:

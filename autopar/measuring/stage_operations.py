@@ -57,7 +57,9 @@ def operations_of_tasks(
     holders = _Holders(spans, origins)
     own: dict[str, list[tuple[Occasion, Seen]]] = {task: [] for task in programs}
     lost: list[Seen] = []
-    for call, ones in _executions([(c, one) for c, one in seen if one.device in mesh_of and one.module in (*tasks, "")]):
+    for call, ones in _executions(
+        [(c, one) for c, one in seen if one.device in mesh_of and one.module in (*tasks, "")]
+    ):
         task = tasks.get(ones[0].module, "")
         found = [holders.of(call, mesh_of[one.device], one.start_s, task) for one in ones]
         span = found[0]
@@ -67,7 +69,10 @@ def operations_of_tasks(
         occasion = Occasion(call=call, origin_s=origins[call], task=span.name, microbatch=span.microbatch)
         own[span.name] += [(occasion, one) for one in ones]
     told = told_of(
-        [ran_of_program(ones, programs[task].hlo_text, programs[task].plan, programs[task].places) for task, ones in own.items()]
+        [
+            ran_of_program(ones, programs[task].hlo_text, programs[task].plan, programs[task].places)
+            for task, ones in own.items()
+        ]
     )
     return dataclasses.replace(told, missing=(*told.missing, *_left_out(lost))) if lost else told
 

@@ -14,14 +14,15 @@ import dataclasses
 import importlib
 import math
 import statistics
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeAlias
 
 from autopar.errors import ArgumentError
 from autopar.inter_op.pipeline_seconds import find_exposed_s, once_a_step_s, schedule_of, time_stages
 from autopar.pipeline_plan import PipelinePlan, StagePlan
 from autopar.plan import Plan
 from autopar.recording.device_times import CollectiveRun, DeviceTimes, collective_runs, device_times
-from autopar.recording.recorded import KERNEL, TASKS, Recorded, RecordedSpan
+from autopar.recording.recorded import KERNEL, TASKS, Recorded, RecordedOperation, RecordedSpan
 
 LOOKED_INTO = "the call that was looked into"
 _COMPUTE, _WAITED, _NEITHER = "compute", "communication that is waited for", "neither"
@@ -32,6 +33,8 @@ _ONCE, _SENT_ONCE, _HOST = (
     "before the first task and after the last",
 )
 _ADDING_UP = (_COMPUTE, _WAITED, _WORK, _BUBBLE, _SENT, _ONCE, _SENT_ONCE, _HOST, _NEITHER)
+_Kind: TypeAlias = tuple[str, tuple[str, ...]]
+"""A kind of collective, and the axes that it is over."""
 _APART = 0.01
 """A call that differs by less takes as long."""
 
@@ -120,8 +123,6 @@ def parts_of_step(comparison: Comparison) -> tuple[ComparedPart, ...]:
 def _of_one_mesh(recorded: Recorded, plan: Plan) -> Iterator[ComparedPart]:
     by_call = [device_times(recorded, call) for call in recorded.detailed]
     devices = [device for call in by_call for device in call]
-    runs = [run for call in recorded.detailed for run in collective_runs(recorded, call)]
-    calls = max(len(by_call), 1)
 
     def mean(value: Callable[[DeviceTimes], float]) -> float | None:
         return statistics.fmean(map(value, devices)) if devices else None
@@ -134,8 +135,7 @@ def _of_one_mesh(recorded: Recorded, plan: Plan) -> Iterator[ComparedPart]:
         predicted_s=max(0.0, plan.comm_s - plan.hidden_s),
         measured_s=mean(lambda one: one.exposed_s),
     )
-    untold = {one.collective for one in recorded.program if one.opcode == KERNEL}
-    yield from _collectives(plan, runs, calls, len({one.device for one in devices}), untold=untold, where="")
+    yield from _collectives(recorded, plan, devices=len({one.device for one in devices}))
     looked_s = _looked_s(recorded)
     yield ComparedPart(
         what=_NEITHER,
@@ -145,28 +145,31 @@ def _of_one_mesh(recorded: Recorded, plan: Plan) -> Iterator[ComparedPart]:
     )
 
 
-def _collectives(
-    plan: Plan, runs: Sequence[CollectiveRun], calls: int, devices: int, *, untold: Collection[str], where: str
-) -> Iterator[ComparedPart]:
-    """A row for each kind over its axes, planned or run; of the kinds `untold` kernels ran that are nobody's.
-
-    `where` follows the name of each.
-    """
-    planned: dict[tuple[str, tuple[str, ...]], float] = {}
+def _collectives(recorded: Recorded, plan: Plan, *, devices: int, stage: int | None = None) -> Iterator[ComparedPart]:
+    """A row for each kind over its axes, planned or run; on one mesh, or in a stage under its plan."""
+    untold = {one.collective for one in recorded.program if one.opcode == KERNEL}
+    planned: dict[_Kind, float] = {}
     for one in plan.collectives:
         key = one.kind, _ordered(one.axes, plan)
         planned[key] = planned.get(key, 0.0) + one.count * one.predicted_s
-    ran: dict[tuple[str, tuple[str, ...]], list[CollectiveRun]] = {}
-    for run in runs:
-        ran.setdefault((run.operation.collective, _ordered(run.operation.axes, plan)), []).append(run)
+    ran: dict[_Kind, list[RecordedOperation]] = {}
+    for one in recorded.operations:
+        operation = recorded.operation(one)
+        if operation.collective and (stage is None or recorded.stage(one) == stage):
+            ran.setdefault((operation.collective, _ordered(operation.axes, plan)), []).append(one)
+    whole: dict[_Kind, list[CollectiveRun]] = {}
+    for run in (run for call in recorded.detailed for run in collective_runs(recorded, call, stage=stage)):
+        whole.setdefault((run.operation.collective, _ordered(run.operation.axes, plan)), []).append(run)
     for kind, axes in dict.fromkeys((*planned, *ran)):
         own = ran.get((kind, axes), [])
-        total_s = sum(run.seconds * len(run.devices) for run in own) / max(devices * calls, 1)
-        waited_s = sum(sum(run.waited_s) for run in own) / max(devices * calls, 1)
+        total_s = sum(one.seconds for one in own) / max(devices * len(recorded.detailed), 1)
         note = (
-            "its kernels could not be told from others" if kind in untold else _collective_note(own, waited_s, total_s)
+            "its kernels could not be told from others"
+            if kind in untold
+            else _collective_note(own, whole.get((kind, axes), []))
         )
         is_told = devices > 0 and kind not in untold
+        where = "" if stage is None else f" in stage {stage}"
         yield ComparedPart(
             what=f"{kind} over {', '.join(axes) or 'some devices'}{where}",
             predicted_s=planned.get((kind, axes)),
@@ -175,11 +178,15 @@ def _collectives(
         )
 
 
-def _collective_note(runs: Sequence[CollectiveRun], waited_s: float, total_s: float) -> str:
-    if not runs:
+def _collective_note(own: Sequence[RecordedOperation], whole: Sequence[CollectiveRun]) -> str:
+    """What is to be known of executions of a kind, `whole` of which are those in groups whose devices all are seen."""
+    if not own:
         return "none ran: XLA made something else of them"
-    share = f", {waited_s / total_s:.0%} of it for the last device to come" if total_s else ""
-    return f"{len({run.operation.name for run in runs})} in the program{share}"
+    counted = f"{len({(one.task, one.name) for one in own})} in the program{'s of its tasks' if own[0].task else ''}"
+    if not whole:
+        return f"{counted}; other processes have some of its devices"
+    total_s, waited_s = sum(run.seconds * len(run.devices) for run in whole), sum(sum(run.waited_s) for run in whole)
+    return f"{counted}, {waited_s / total_s:.0%} of it for the last device to come" if total_s else counted
 
 
 def _ordered(axes: Iterable[str], plan: Plan) -> tuple[str, ...]:
@@ -245,11 +252,10 @@ def _of_one_stage(recorded: Recorded, plan: PipelinePlan, stage: StagePlan) -> I
     """What devices do in all tasks of a stage in one step; compute, what is waited for and neither add up to their seconds."""
     number = stage.stage
     devices = [one for call in recorded.detailed for one in device_times(recorded, call, stage=number)]
-    runs = [run for call in recorded.detailed for run in collective_runs(recorded, call, stage=number)]
     if not devices:
         return
-    where, calls = f" in stage {number}", len(recorded.detailed)
-    tasks_s = sum(span.seconds for span in recorded.spans if span.stage == number) / calls
+    where = f" in stage {number}"
+    tasks_s = sum(span.seconds for span in recorded.spans if span.stage == number) / len(recorded.detailed)
     compute_s, exposed_s = (statistics.fmean(values) for values in zip(*((d.compute_s, d.exposed_s) for d in devices)))
     waited_s = max(0.0, stage.plan.comm_s - stage.plan.hidden_s)
     called_s = plan.num_microbatches * (stage.forward_s + stage.backward_s) + stage.once_s
@@ -260,9 +266,7 @@ def _of_one_stage(recorded: Recorded, plan: PipelinePlan, stage: StagePlan) -> I
         note="mean of its devices, of all tasks of a step",
     )
     yield ComparedPart(what=f"{_WAITED}{where}", predicted_s=waited_s, measured_s=exposed_s)
-    untold = {one.collective for one in recorded.program if one.opcode == KERNEL}
-    many = len({one.device for one in devices})
-    yield from _collectives(stage.plan, runs, calls, many, untold=untold, where=where)
+    yield from _collectives(recorded, stage.plan, devices=len({one.device for one in devices}), stage=number)
     yield ComparedPart(
         what=f"{_NEITHER}{where}",
         predicted_s=max(0.0, called_s - stage.plan.compute_s - waited_s),

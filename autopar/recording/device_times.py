@@ -115,14 +115,8 @@ def _run(operation: ProgramOperation, group: Sequence[int], ranks: Sequence[Reco
     )
 
 
-def _intervals(
-    operations: Sequence[RecordedOperation], recorded: Recorded, *, is_collective: bool
-) -> list[Interval]:
-    return [
-        (one.start_s, one.end_s)
-        for one in operations
-        if bool(recorded.operation(one).collective) == is_collective
-    ]
+def _intervals(operations: Sequence[RecordedOperation], recorded: Recorded, *, is_collective: bool) -> list[Interval]:
+    return [(one.start_s, one.end_s) for one in operations if bool(recorded.operation(one).collective) == is_collective]
 
 
 def _union(intervals: Sequence[Interval]) -> list[Interval]:

@@ -1,14 +1,15 @@
 """A cluster refitted from recorded runs: what can be told from them, and what cannot, in words.
 
-In: recordings of one kind of device on one mesh, and the cluster that they were planned for. Out: that cluster with figures that
-explain what was measured:
+In: recordings of one kind of device, and the cluster that they were planned for. Out: that cluster with figures that explain what
+was measured:
 
     products        peak FLOP/s / r         r: measured over predicted seconds of the products, at the rate of large ones
     other compute   bandwidth / r, launch r  r: the same of what is left of the compute
     collectives     a + b x bytes that a rank sends, by least relative squares, for each kind
 
 A device whose products have a curve of their sizes has one r for all its compute, as products are then not told apart in a plan;
-so do runs with kernels that could not be led back to operations, as these may be products.
+so do runs with kernels that could not be led back to operations, as these may be products. In stages products are predicted by
+their operations at the pace of the whole step, as a plan does not say what they take in each stage.
 Collectives count from when their last rank came: waiting for it is no property of a link. What can go wrong: runs that tell too
 little, such as collectives of one size, from which latency and bandwidth cannot be told apart. Such figures stay as they were.
 """
@@ -64,7 +65,7 @@ def refit(cluster: Cluster, runs: Sequence[Recorded]) -> Refitted:
     told = [run for run in runs if run.operations]
     if not told:
         raise ArgumentError(
-            "the recordings tell of no operations: record a plan of one mesh, and call the step twice in the block"
+            "the recordings tell of no operations: call the step twice in the block, with JAX's profiler free"
         )
     if not cluster.tiers:
         raise ArgumentError(
@@ -72,6 +73,9 @@ def refit(cluster: Cluster, runs: Sequence[Recorded]) -> Refitted:
         )
     fitted: list[str] = []
     kept: list[str] = []
+    kept += [
+        f"recording {n} of {len(runs)}: it tells of no operations" for n, run in enumerate(runs, 1) if run not in told
+    ]
     is_told = not any(one.opcode == KERNEL and not one.collective for run in told for one in run.program)
     found = _fit_compute(cluster, [_compute_of(run, cluster.device) for run in told], fitted, kept, apart=is_told)
     found = _fit_links(found, told, fitted, kept)
@@ -81,12 +85,18 @@ def refit(cluster: Cluster, runs: Sequence[Recorded]) -> Refitted:
 
 def _compute_of(run: Recorded, device: Device) -> _Compute:
     plan = run.plan
-    assert isinstance(plan, Plan), "operations are those of one mesh"
     devices = [one for call in run.detailed for one in device_times(run, call)]
-    product_s = sum(one.seconds for one in run.operations if run.by_name[one.name].flops)
+    product_s = sum(one.seconds for one in run.operations if run.operation(one).flops)
+    if isinstance(plan, Plan):
+        at_peak_s, predicted_s = plan.at_peak_s, plan.compute_s
+    else:
+        flops = sum(run.operation(one).flops for one in run.operations if not one.goes_on) / len(devices)
+        at_peak_s = plan.at_peak_s * plan.num_devices * flops / plan.flops if plan.flops else 0.0
+        compute_s = [sum(stage.plan.compute_s for stage in plan.stages if stage.mesh == one.mesh) for one in devices]
+        predicted_s = statistics.fmean(compute_s)
     return _Compute(
-        predicted_products_s=plan.at_peak_s / device.efficiency_of("float32").best,
-        predicted_s=plan.compute_s,
+        predicted_products_s=at_peak_s / device.efficiency_of("float32").best,
+        predicted_s=predicted_s,
         products_s=product_s / len(devices),
         total_s=statistics.fmean(one.compute_s for one in devices),
     )
@@ -155,17 +165,22 @@ def _fit_links(cluster: Cluster, runs: Sequence[Recorded], fitted: list[str], ke
 def _exchanges(run: Recorded, kind: str, most: int | None) -> Mapping[tuple[int, float], float]:
     """Median seconds, from when the last rank came, by (ranks, bytes that each sends), of groups within so many devices."""
     found: dict[tuple[int, float], list[float]] = {}
-    for operation, exchange_s in _collectives(run, kind):
+    for operation, first, exchange_s in _collectives(run, kind):
         ranks = max(map(len, operation.groups))
-        apart = any(max(group) // most != min(group) // most for group in operation.groups) if most else False
+        places = [[first + device for device in group] for group in operation.groups]
+        apart = any(max(group) // most != min(group) // most for group in places) if most else False
         if ranks > 1 and not apart:
             sent = bytes_sent(operation.collective, ranks) * operation.bytes  # type: ignore[arg-type]
             found.setdefault((ranks, sent), []).append(exchange_s)
     return {key: statistics.median(values) for key, values in found.items()}
 
 
-def _collectives(run: Recorded, kind: str) -> Iterator[tuple[ProgramOperation, float]]:
+def _collectives(run: Recorded, kind: str) -> Iterator[tuple[ProgramOperation, int, float]]:
+    """The executions of a kind, each with the place of its mesh's first device among the step's."""
+    plan = run.plan
     for call in run.detailed:
-        for one in collective_runs(run, call):
-            if one.operation.collective == kind:
-                yield one.operation, one.exchange_s
+        for stage in (None,) if isinstance(plan, Plan) else range(plan.num_stages):
+            first = plan.first_device if isinstance(plan, Plan) else plan.stages[stage or 0].first_device
+            for one in collective_runs(run, call, stage=stage):
+                if one.operation.collective == kind:
+                    yield one.operation, first, one.exchange_s

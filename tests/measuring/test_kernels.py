@@ -65,7 +65,7 @@ def test_products_of_a_real_graph_are_those_of_the_program(mlp_recording):
     assert sum(one.flops for one in seen) == arithmetic(hlo_of("mlp_h100")).flops > 1e13
     further = collections.Counter(one.name for one in mlp_recording.operations if one.goes_on)
     assert set(further.values()) == {1}
-    assert {mlp_recording.by_name[name].opcode for name in further} == {"custom-call"}
+    assert {one.opcode for one in mlp_recording.program if one.name in further} == {"custom-call"}
 
 
 def test_the_seconds_of_a_real_graph_are_all_there(mlp_recording):
@@ -119,7 +119,7 @@ def test_kernels_that_may_be_of_either_call_are_recorded_under_their_own_names_a
     found = operations_that_ran([(1, one) for one in ran("add_1", "a", LONG, "b", "add_1")], TWO_CALLS, ONE, {0: 0})
     recorded = recording(found)
     assert [one.name for one in found.operations] == ["add.1", "a", LONG, "b", "add.2"]
-    assert {recorded.by_name[name].opcode for name in ("a", LONG, "b")} == {KERNEL}
+    assert {one.opcode for one in recorded.program if one.name in ("a", LONG, "b")} == {KERNEL}
     assert compare(recorded)["compute"].measured_s == pytest.approx(5e-3)
     text = str(RecordedRun(recorded))
     assert "not measured: which operations of the program 3.00 ms of kernels (60.0%) ran for" in text
@@ -207,7 +207,7 @@ TWO = plan_of(collectives=(collective("all-reduce", "x"),), mesh_shape=(2,), axi
 def test_kernels_of_collectives_beside_compute_are_those_of_the_program_in_order():
     found = operations_that_ran([(1, one) for one in ran("add_1", NCCL, "exp_7", NCCL)], COLLECTIVES, TWO, {0: 0})
     assert [one.name for one in found.operations] == ["add.1", "reduce.1", "exp.7", "reduce.2"]
-    assert found.program["reduce.1"].axes == ("x",)
+    assert found.program["", "reduce.1"].axes == ("x",)
 
 
 def test_a_kernel_of_collectives_that_is_nobody_s_is_communication_and_leaves_its_row_open():
