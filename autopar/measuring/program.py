@@ -7,6 +7,7 @@ reported too.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 
@@ -19,9 +20,13 @@ _RUN_OTHERS = frozenset({"while", "call", "conditional", "async-start", "async-d
 _CALLED = re.compile(r"calls=%?([\w.\-]+)")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _MODULE = re.compile(r"^HloModule ([\w.\-]+)", re.MULTILINE)
+_CALLED_FUNCTION = re.compile(r"\bp?jit\([^()]*\)")
+_TRANSFORMATION = re.compile(r"\b\w+\(|\)")
+"""What stands around scopes, such as `transpose(jvp(` and `))` in `transpose(jvp(block_0))`."""
 _NO_SCOPE = re.compile(
-    r"^(jit|pjit|jvp|transpose|vmap|checkpoint|remat|rematted_computation)\(?|^(shard_map|while|body|closed_call|cond|branch_\d+_fun)$"
+    r"shard_map|while|body|cond|closed_call|branch_\d+_fun|checkpoint|remat|rematted_computation|.*->.*"
 )
+"""The scopes that JAX opens, and the formula of an einsum."""
 
 
 def module_name(hlo_text: str) -> str:
@@ -42,11 +47,12 @@ def operations_of(hlo_text: str, mesh_shape: Sequence[int], axis_names: Sequence
             if instruction.opcode in _RUN_OTHERS:
                 continue
             collective = collective_of(instruction, num_devices=devices)
-            found[instruction.name] = (
+            operation = (
                 _of_compute(instruction, computation, module)
                 if collective is None
                 else _of_collective(instruction, collective, mesh_shape, axis_names)
             )
+            found[instruction.name] = dataclasses.replace(operation, scope=_scope(instruction, module))
     return found
 
 
@@ -61,7 +67,6 @@ def _of_collective(
         axes=tuple(axis_names[axis] for axis in axes),
         groups=collective.groups,
         bytes=collective.bytes,
-        scope=_scope(instruction),
     )
 
 
@@ -74,7 +79,6 @@ def _of_compute(
         opcode=instruction.opcode,
         bytes=sum(instruction.shape.arrays()) + sum(sum(one.shape.arrays()) for one in operands if one is not None),
         flops=_flops(instruction, computation, module),
-        scope=_scope(instruction),
     )
 
 
@@ -87,8 +91,26 @@ def _flops(instruction: Instruction, computation: Computation, module: Mapping[s
     return sum(_flops(one, inner, module) for one in inner.instructions.values())
 
 
-def _scope(instruction: Instruction) -> str:
-    """The names that a user gave, of those that the operation's name consists of."""
+def _scope(instruction: Instruction, module: Mapping[str, Computation]) -> str:
+    """The names that a user gave: those of the instruction, or else of what it fuses, of products first, or else the last."""
     found = _OP_NAME.search(instruction.attributes)
-    parts = found[1].split("/")[:-1] if found else []
-    return "/".join(part for part in parts if not _NO_SCOPE.search(part))
+    own = scope_of(found[1]) if found else ""
+    called = _CALLED.search(instruction.attributes)
+    inner = module.get(called[1]) if called else None
+    if own or inner is None:
+        return own
+    fused = sorted(reversed(inner.instructions.values()), key=lambda one: not _flops(one, inner, module))
+    return next((scope for one in fused if (scope := _scope(one, module))), "")
+
+
+def scope_of(op_name: str) -> str:
+    """The modules and named scopes of an operation, such as `block_0/up` for `jit(f)/jvp(block_0)/up/dot_general`.
+
+    Of an operation that stands for several, joined by semicolons, those of the first that has any.
+    """
+    for one in op_name.split(";"):
+        parts = _TRANSFORMATION.sub("", _CALLED_FUNCTION.sub("", one)).split("/")[:-1]
+        names = [part.partition(".")[0] for part in parts if not _NO_SCOPE.fullmatch(part)]
+        if scope := "/".join(filter(None, names)):
+            return scope
+    return ""

@@ -87,7 +87,7 @@ def operations_table(recorded: Recorded, *, most: int = MOST_OPERATIONS) -> Tabl
         known = program[key]
         what = _shortened(f"{known.collective} {known.name}" if known.collective else known.name)
         cells = (
-            f"{what} in {known.task}" if known.task else what,
+            f"{what} in {known.task.replace('_', ' ')}" if known.task else what,
             str(round(times[key] / rows[known.task])),
             seconds_text(sum(seconds) / rows[known.task]),
             "-" if known.opcode == KERNEL else bytes_text(known.bytes),

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopar.avals import Aval, is_opaque
-from autopar.compat import Literal, Var
+from autopar.compat import Literal, Var, attributed_to
 from autopar.intra_op.lowering.assignment import Assignment
 from autopar.intra_op.lowering.layout_domain import LayoutDomain
 from autopar.layouts.mesh import Layout, LogicalMesh
@@ -113,7 +113,11 @@ class Lowering(LayoutDomain[Placed]):
         return array
 
     def operation(self, eqn: Equation, scope: Scope[Placed]) -> list[Placed]:
-        """One equation that is not a loop."""
+        """One equation that is not a loop; what it becomes, its moves too, carries its line and scopes."""
+        with attributed_to(eqn):
+            return self._operation(eqn, scope)
+
+    def _operation(self, eqn: Equation, scope: Scope[Placed]) -> list[Placed]:
         strategy, rule = self.assignment.strategies[eqn], self.assignment.rules[eqn]
         operands = tuple(self.need(v, la, scope).array for v, la in zip(eqn.invars, strategy.inputs, strict=True))
         late = scope.values.get(awaited) if (awaited := self.late(eqn)) is not None else None
@@ -142,7 +146,8 @@ class Lowering(LayoutDomain[Placed]):
 
     def loop(self, eqn: LoopEquation, scope: Scope[Placed]) -> list[Placed]:
         """Control flow as JAX's own, on local shards."""
-        results = _LOOPS[eqn.loop.kind](self, eqn, scope)
+        with attributed_to(eqn):
+            results = _LOOPS[eqn.loop.kind](self, eqn, scope)
         return list(map(self.place, eqn.outvars, results, self.assignment.result_layouts(eqn)))
 
     def _scan(self, eqn: LoopEquation, scope: Scope[Placed]) -> Arrays:
