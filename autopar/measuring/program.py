@@ -21,7 +21,7 @@ _CALLED = re.compile(r"calls=%?([\w.\-]+)")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _MODULE = re.compile(r"^HloModule ([\w.\-]+)", re.MULTILINE)
 _CALLED_FUNCTION = re.compile(r"\bp?jit\([^()]*\)")
-_TRANSFORMATION = re.compile(r"\b\w+\(|\)")
+_TRANSFORMATION = re.compile(r"\w*\(|\)")
 """What stands around scopes, such as `transpose(jvp(` and `))` in `transpose(jvp(block_0))`."""
 _NO_SCOPE = re.compile(
     r"shard_map|while|body|cond|closed_call|branch_\d+_fun|checkpoint|remat|rematted_computation|.*->.*"
@@ -99,16 +99,17 @@ def _scope(instruction: Instruction, module: Mapping[str, Computation]) -> str:
     inner = module.get(called[1]) if called else None
     if own or inner is None:
         return own
-    fused = sorted(reversed(inner.instructions.values()), key=lambda one: not _flops(one, inner, module))
-    return next((scope for one in fused if (scope := _scope(one, module))), "")
+    scopes = [(_flops(one, inner, module) > 0, _scope(one, module)) for one in inner.instructions.values()]
+    named = sorted((one for one in scopes if one[1]), key=lambda one: one[0])
+    return named[-1][1] if named else ""
 
 
 def scope_of(op_name: str) -> str:
     """The modules and named scopes of an operation, such as `block_0/up` for `jit(f)/jvp(block_0)/up/dot_general`.
 
-    Of an operation that stands for several, joined by semicolons, those of the first that has any.
+    Of an operation that stands for several, as `a;b` or `(a:b)`, those of the first that has any.
     """
-    for one in op_name.split(";"):
+    for one in re.split("[;:]", op_name):
         parts = _TRANSFORMATION.sub("", _CALLED_FUNCTION.sub("", one)).split("/")[:-1]
         names = [part.partition(".")[0] for part in parts if not _NO_SCOPE.fullmatch(part)]
         if scope := "/".join(filter(None, names)):

@@ -3,9 +3,9 @@
 In: a recording. Out: a `Comparison`, rows of seconds per step. On one mesh the parts are compute, each kind of collective over
 its axes, and what devices do neither in; seconds are means over the devices. In stages they are the work of the busiest mesh,
 what it waits for others, what happens once per step, and of each stage the forward and backward of one microbatch, and its tasks
-of a step as the parts of one mesh. The measured parts, those of stages and of kinds of collectives aside, add up to the call that
-was looked into, which has a row: looking takes time. What can go wrong: XLA merges collectives and turns one kind into another; kinds that were planned and did not run, or the
-other way round, have a row with one figure.
+of a step in the parts of one mesh. The measured parts, those of stages and of kinds of collectives aside, add up to the call that
+was looked into, which has a row: looking takes time. What can go wrong: XLA merges collectives and turns one kind into another;
+kinds that were planned and did not run, or the other way round, have a row with one figure.
 """
 
 from __future__ import annotations
@@ -153,10 +153,10 @@ def _collectives(recorded: Recorded, plan: Plan, *, devices: int, stage: int | N
         key = one.kind, _ordered(one.axes, plan)
         planned[key] = planned.get(key, 0.0) + one.count * one.predicted_s
     ran: dict[_Kind, list[RecordedOperation]] = {}
-    for one in recorded.operations:
-        operation = recorded.operation(one)
-        if operation.collective and (stage is None or recorded.stage(one) == stage):
-            ran.setdefault((operation.collective, _ordered(operation.axes, plan)), []).append(one)
+    for execution in recorded.operations:
+        operation = recorded.operation(execution)
+        if operation.collective and (stage is None or recorded.stage(execution) == stage):
+            ran.setdefault((operation.collective, _ordered(operation.axes, plan)), []).append(execution)
     whole: dict[_Kind, list[CollectiveRun]] = {}
     for run in (run for call in recorded.detailed for run in collective_runs(recorded, call, stage=stage)):
         whole.setdefault((run.operation.collective, _ordered(run.operation.axes, plan)), []).append(run)
@@ -256,7 +256,8 @@ def _of_one_stage(recorded: Recorded, plan: PipelinePlan, stage: StagePlan) -> I
         return
     where = f" in stage {number}"
     tasks_s = sum(span.seconds for span in recorded.spans if span.stage == number) / len(recorded.detailed)
-    compute_s, exposed_s = (statistics.fmean(values) for values in zip(*((d.compute_s, d.exposed_s) for d in devices)))
+    compute_s = statistics.fmean(one.compute_s for one in devices)
+    exposed_s = statistics.fmean(one.exposed_s for one in devices)
     waited_s = max(0.0, stage.plan.comm_s - stage.plan.hidden_s)
     called_s = plan.num_microbatches * (stage.forward_s + stage.backward_s) + stage.once_s
     yield ComparedPart(

@@ -1,9 +1,9 @@
 """A recording as a file: a Chrome trace with all that was recorded beside it.
 
 In: `Recorded`. Out: JSON in Chrome's trace event format, which Perfetto and chrome://tracing open: a process for each call that
-was looked into, with a row for each mesh of a pipeline and two for each device; for a pipeline another with the step as it was predicted. What was recorded
-stands under `otherData`, which viewers leave alone, so that the file can be read back. What can go wrong: another file;
-ArgumentError says what this is not.
+was looked into, with a row for each mesh of a pipeline and two for each device; for a pipeline another process with the step as
+it was predicted. What was recorded stands under `otherData`, which viewers leave alone, so that the file can be read back. What
+can go wrong: another file; ArgumentError says what this is not.
 """
 
 from __future__ import annotations

@@ -93,3 +93,55 @@ def in_stages(**changes) -> Recorded:
         span(1, "epilogue", 15.5, 17),
     )
     return on_one_mesh(plan_text=STAGES.to_json(), spans=spans, program=(), operations=(), **changes)
+
+
+BESIDE = ((0, 1),)
+"""The groups of a mesh of two devices."""
+ACROSS = ProgramOperation(
+    name="psum.2", opcode="all-reduce", collective="all-reduce", axes=("x",), groups=BESIDE, bytes=1024
+)
+
+
+def task_of(one: RecordedSpan) -> RecordedSpan:
+    """The span of a task, with the task's name."""
+    return one if one.transfer is not None else dataclasses.replace(one, name=f"{one.kind} {one.stage}")
+
+
+def with_operations(**changes) -> Recorded:
+    """The same two stages, each of two devices: a product in all of each task but its last quarter, then an all-reduce.
+
+    The second device of the first stage comes 0.1 ms late to each all-reduce.
+    """
+    base = in_stages()
+    stages = [
+        dataclasses.replace(
+            stage,
+            first_device=2 * stage.stage,
+            plan=plan_of(
+                collectives=(collective("all-reduce", "x", count=2),),
+                mesh_shape=(2,),
+                axis_names=("x",),
+                compute_s=4e-3,
+                comm_s=1e-3,
+            ),
+        )
+        for stage in two_stages()
+    ]
+    spans = tuple(map(task_of, base.spans))
+    tasks = [one for one in spans if one.transfer is None]
+    operations = []
+    for one in tasks:
+        for device in range(2):
+            late_s = 1e-4 * (device and one.mesh == 0)
+            turn_s = one.start_s + 0.75 * one.seconds
+            known = {"call": 2, "device": device, "task": one.name, "microbatch": one.microbatch}
+            operations.append(RecordedOperation(name="dot.1", start_s=one.start_s, end_s=turn_s + late_s, **known))
+            operations.append(RecordedOperation(name="psum.2", start_s=turn_s + late_s, end_s=one.end_s, **known))
+    program = [dataclasses.replace(one, task=task.name) for task in tasks for one in (PRODUCT, ACROSS)]
+    fields = {
+        "plan_text": pipeline_of(*stages, transfers=TRANSFERS, num_microbatches=2).to_json(),
+        "spans": spans,
+        "program": tuple(dict.fromkeys(program)),
+        "operations": tuple(operations),
+    }
+    return dataclasses.replace(base, **{**fields, **changes})
