@@ -1,1 +1,1 @@
-"""Measures the calls of a step while they run: by its own instructions in stages, by JAX's profiler on one mesh."""
+"""Measures the calls of a step while they run: by JAX's profiler, and in stages by their own instructions too."""

@@ -4,7 +4,8 @@ In: executions as the profiler has seen them, the spans of the tasks, the progra
 task has a module of its own, whose name the profiler gives, and it is waited for. So an execution is of that task of its module,
 or of its device's mesh if it names no module, during which it began. Executions of other modules, such as those that cut arrays
 for a transfer, are left out. What can go wrong: an execution that began in no such task, or one whose operations began in
-several; a sentence tells how many seconds these are, and they are left out.
+several; a sentence tells how many seconds these are, and they are left out. A thread that lost its core may tell the end of an
+operation after the task has ended; the operation had ended then.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ def operations_of_tasks(
             lost += ones
             continue
         occasion = Occasion(call=call, origin_s=origins[call], task=span.name, microbatch=span.microbatch)
-        own[span.name] += [(occasion, one) for one in ones]
+        ends_s = origins[call] + span.end_s
+        own[span.name] += [(occasion, dataclasses.replace(one, end_s=min(one.end_s, ends_s))) for one in ones]
     told = told_of(
         [
             ran_of_program(ones, programs[task].hlo_text, programs[task].plan, programs[task].places)

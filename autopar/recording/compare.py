@@ -205,9 +205,6 @@ def _of_stages(recorded: Recorded, plan: PipelinePlan) -> Iterator[ComparedPart]
     def mean(value: Callable[[_MeasuredStages], float]) -> float | None:
         return statistics.fmean(map(value, steps)) if steps else None
 
-    def task_s(stage: int, kind: str) -> float | None:
-        return statistics.median(one.task_s(stage, kind) for one in steps) if steps else None
-
     yield ComparedPart(what=_WORK, predicted_s=work_s, measured_s=mean(lambda s: s.work_s))
     yield ComparedPart(
         what=_BUBBLE,
@@ -234,18 +231,23 @@ def _of_stages(recorded: Recorded, plan: PipelinePlan) -> Iterator[ComparedPart]
         measured_s=None if looked_s is None else mean(lambda s: max(0.0, looked_s - s.lasts_s)),
         note="the host starts the call, and has its results",
     )
+    yield from _tasks_of_stages(plan, steps)
+    if recorded.operations:
+        for stage in plan.stages:
+            yield from _of_one_stage(recorded, plan, stage)
+
+
+def _tasks_of_stages(plan: PipelinePlan, steps: Sequence[_MeasuredStages]) -> Iterator[ComparedPart]:
+    """The tasks of each stage that run for one microbatch."""
     for stage in plan.stages:
         for kind, predicted_s in (("forward", stage.forward_s), ("backward", stage.backward_s)):
             if predicted_s:
                 yield ComparedPart(
                     what=f"{kind} of stage {stage.stage}",
                     predicted_s=predicted_s,
-                    measured_s=task_s(stage.stage, kind),
+                    measured_s=statistics.median(one.task_s(stage.stage, kind) for one in steps) if steps else None,
                     note="of one microbatch",
                 )
-    if recorded.operations:
-        for stage in plan.stages:
-            yield from _of_one_stage(recorded, plan, stage)
 
 
 def _of_one_stage(recorded: Recorded, plan: PipelinePlan, stage: StagePlan) -> Iterator[ComparedPart]:

@@ -210,6 +210,12 @@ def test_executions_of_one_program_belong_to_the_microbatches_during_which_they_
     assert found.operations[0].start_s == pytest.approx(5e-3)
 
 
+def test_an_operation_whose_end_is_told_late_ends_with_its_task():
+    late = dataclasses.replace(seen("jit_forward_0", 3, "a"), end_s=6e-3)
+    (one,) = place(late).operations
+    assert (one.microbatch, one.start_s, one.end_s) == (0, pytest.approx(3e-3), pytest.approx(4e-3))
+
+
 @pytest.mark.parametrize(
     "lost",
     [
