@@ -1,7 +1,7 @@
 """`train --timeline`: the first steps recorded beside what the plan says, as a file for a trace viewer.
 
-The second step is looked into, because XLA compiles in the first; a few more are timed. It shows the operations of each device, of
-a pipeline the instructions too. What can go wrong: the step that is looked into is slower than the others.
+The second step is looked into, because XLA compiles in the first; a few more are timed. It shows the operations of each device,
+of a pipeline the instructions too. What can go wrong: the step that is looked into is slower than the others.
 """
 
 from __future__ import annotations
