@@ -141,7 +141,10 @@ class _Recorder:
         self._details -= call.is_detailed
         if call.profile is not None:
             try:
-                self._seen += [(number, one) for one in call.profile.end()]
+                seen = call.profile.end()
+                if not call.profile.has_clock and not isinstance(call.run.plan, Plan):
+                    raise NothingSeen("JAX's profiler does not tell its clock, without which no operation has a task")
+                self._seen += [(number, one) for one in seen]
             except NothingSeen as error:
                 self._give_up(str(error), call.run)
         if isinstance(call.run.timeline, Timeline):

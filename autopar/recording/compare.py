@@ -241,11 +241,12 @@ def _tasks_of_stages(plan: PipelinePlan, steps: Sequence[_MeasuredStages]) -> It
     """The tasks of each stage that run for one microbatch."""
     for stage in plan.stages:
         for kind, predicted_s in (("forward", stage.forward_s), ("backward", stage.backward_s)):
+            measured_s = [s for one in steps if (s := one.task_s(stage.stage, kind)) is not None]
             if predicted_s:
                 yield ComparedPart(
                     what=f"{kind} of stage {stage.stage}",
                     predicted_s=predicted_s,
-                    measured_s=statistics.median(one.task_s(stage.stage, kind) for one in steps) if steps else None,
+                    measured_s=statistics.median(measured_s) if measured_s else None,
                     note="of one microbatch",
                 )
 
@@ -306,13 +307,13 @@ class _MeasuredStages:
         self.sent_once_s = min(max(0.0, sent_s), once_s)
         self.once_s = once_s - self.sent_once_s
 
-    def task_s(self, stage: int, kind: str) -> float:
-        """Median seconds of forward or backward of one microbatch; both halves of a backward that is split."""
+    def task_s(self, stage: int, kind: str) -> float | None:
+        """Median seconds of forward or backward of one microbatch, both halves if it is split; None if none ran here."""
         total: dict[int | None, float] = {}
         for span in self._spans:
             if span.stage == stage and span.kind in TASKS and (span.kind == "forward") == (kind == "forward"):
                 total[span.microbatch] = total.get(span.microbatch, 0.0) + span.seconds
-        return statistics.median(total.values()) if total else 0.0
+        return statistics.median(total.values()) if total else None
 
 
 def exposed_transfers_s(spans: Sequence[RecordedSpan], mesh: int, *, until_s: float = math.inf) -> float:

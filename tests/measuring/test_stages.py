@@ -11,6 +11,7 @@ import pytest
 
 import autopar
 from autopar.errors import AutoparWarning
+from autopar.measuring import profile
 from autopar.measuring.profile import Profile, Seen
 from autopar.measuring.stage_operations import TaskProgram, operations_of_tasks
 from autopar.recording.compare import compare
@@ -141,6 +142,20 @@ def test_a_profiler_that_is_busy_costs_the_operations_and_not_the_tasks(tmp_path
     assert found.data.spans
     assert found.data.operations == ()
     assert "not measured: the time of each operation: JAX's profiler could not be started" in str(found)
+
+
+def test_a_profiler_that_does_not_tell_its_clock_costs_the_operations_of_stages_alone(monkeypatch):
+    monkeypatch.setattr(profile, "_marks_of", lambda path: [])
+    found = recorded()
+    assert found.data.spans
+    assert found.data.operations == ()
+    assert "not measured: the time of each operation: JAX's profiler does not tell its clock" in str(found)
+    step = autopar.parallelize(train_step, devices=jax.devices()[:2], plan_cache=False, mesh_shape=(2,))
+    state, batch = make_state(), {name: jnp.ones((8, WIDTH)) for name in "xy"}
+    with autopar.record(step) as run:
+        for _ in range(2):
+            state, _ = step(state, batch)
+    assert run.data.operations
 
 
 def test_seconds_of_the_profiler_are_those_of_the_clock():

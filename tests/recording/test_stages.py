@@ -42,6 +42,16 @@ def test_parts_of_stages_are_no_parts_of_the_step():
     )
 
 
+def test_a_stage_that_another_process_has_is_not_measured():
+    whole = with_operations()
+    spans = tuple(span for span in whole.spans if span.mesh == 0)
+    operations = tuple(one for one in whole.operations if whole.mesh(one) == 0)
+    found = compare(dataclasses.replace(whole, spans=spans, operations=operations))
+    assert found["forward of stage 0"].measured_s == pytest.approx(2e-3)
+    assert found["forward of stage 1"].measured_s is None
+    assert not [part.what for part in found.parts if part.what.endswith("in stage 1")]
+
+
 def test_executions_are_paired_within_their_task_and_microbatch():
     recorded = with_operations()
     unseen = [one for one in recorded.operations if (one.name, one.device, one.microbatch) != ("psum.2", 1, 0)]
