@@ -12,6 +12,8 @@ from rich.console import Console
 from autopar import RecordedRun
 from autopar.checkpoints import folder
 from autopar.commands.training import recording, train
+from autopar.cost_model.cluster_files import load_cluster
+from autopar.cost_model.hardware import preset
 from autopar.explain import explain
 from autopar.pipeline_plan import PipelinePlan, plan_from_json
 from autopar.reports.report import draw_schedule, show
@@ -100,6 +102,18 @@ def test_train_runs_a_pipeline_as_jit_does_and_records_a_step(tmp_path, capsys):
     events = json.loads(trace.read_text())["traceEvents"]
     tasks = [e for e in events if e["ph"] == "X" and e["pid"] == 2 and e["cat"] == "forward"]
     assert sorted((e["tid"], e["name"]) for e in tasks) == [(t, f"forward {k}") for t in (0, 1) for k in range(4)]
+
+
+def test_a_cluster_is_refitted_from_the_timeline_of_a_pipeline(tmp_path, capsys):
+    trace, cluster = tmp_path / "trace.json", tmp_path / "refitted.json"
+    flags = ("--mesh", "2", "--stages", "2", "--microbatches", "4", "--data-parallel")
+    assert run("train", "mlp", *SMALL, *flags, "--steps", "3", "--timeline", trace) == 0
+    assert "all-reduce" in capsys.readouterr().out
+    rows = {e["args"]["name"] for e in json.loads(trace.read_text())["traceEvents"] if e["name"] == "thread_name"}
+    assert rows >= {f"mesh {mesh}, device {device}, collectives" for mesh in range(2) for device in range(2)}
+    assert run("calibrate", "--from", trace, "-o", cluster) == 0
+    assert "fitted: all compute takes " in capsys.readouterr().out
+    assert load_cluster(cluster).device != preset("cpu").device
 
 
 def test_a_timeline_of_one_mesh_has_its_operations(capsys, tmp_path):
