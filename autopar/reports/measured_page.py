@@ -27,14 +27,16 @@ _KINDS = {"input_gradient": "backward", "prologue": "once per step", "epilogue":
 def measured_sections(recorded: Recorded) -> Iterator[Section]:
     """The sections of a recorded run."""
     comparison = compare(recorded)
-    drawn = [_parts(comparison)]
+    drawn, of_call = [_parts(comparison)], list[str]()
     plan = recorded.plan
     if isinstance(plan, PipelinePlan):
         predicted = predicted_spans(plan)
         if recorded.spans and len(predicted) <= MOST_SPANS:
-            drawn.append(_captioned(_pipeline(predicted, recorded), recorded))
+            of_call.append(_pipeline(predicted, recorded))
     if recorded.operations:
-        drawn.append(_captioned(_devices(recorded), recorded))
+        of_call.append(_devices(recorded))
+    if any(of_call):
+        drawn += [_captioned("".join(of_call), recorded)]
     yield Section(
         title="Measured beside predicted",
         sentences=tuple(sentences(recorded)),
