@@ -279,7 +279,8 @@ class MeshComparison:
             is_beaten = is_beaten or is_small_gain or not self.worth.repays(gain_s, search_s)
             most_work = (request.tuning.quick_s + request.tuning.repaid_in_steps * gain_s) / SECONDS_PER_UNIT
         cutoff_s = shared.best_s - self._call_s()
-        outcome = None if is_beaten else search.plan(cutoff_s, rival_s=self._rival_s, most_work=most_work)
+        plan = functools.partial(search.plan, rival_s=self._rival_s, has_other_ways=shared.has_other_ways)
+        outcome = None if is_beaten else plan(cutoff_s, most_work=most_work)
         if isinstance(outcome, PlannedStep):
             self._has_plan.lift()
             self._fastest.tell(outcome.plan.step_s)

@@ -78,9 +78,12 @@ def choose_within_limit(
     *,
     free: Chosen | None = None,
     rival_s: Callable[[], float] = nobody_s,
+    has_other_ways: bool = False,
     tuning: Tuning = TUNING,
 ) -> Limited:
     """The best choice within the limit. The search ends where another one has something as fast as the best without a limit.
+
+    Where what the best choice without a limit requires above the rows leaves nothing for others, other ways are looked at.
 
     Args:
         problem: without memory rows.
@@ -88,6 +91,7 @@ def choose_within_limit(
         limit_bytes: per device; None: memory does not matter.
         free: the best choice without a limit, if it is known.
         rival_s: seconds of the fastest that others have found so far.
+        has_other_ways: whether other ways to run the step are looked at if this one does not fit.
         tuning: how often to try.
     """
     if free is None:
@@ -101,6 +105,9 @@ def choose_within_limit(
     if limit_bytes is None or least <= limit_bytes:
         return Fits(free, None, free.seconds)
     search = _LimitSearch.of(problem, free, memory, limit_bytes, least=least, rival_s=rival_s)
+    unseen = tuning.unseen_part * max(0.0, least - search.used(free.numbers))
+    if has_other_ways and search.problem.least_bytes() + unseen > tuning.met_part * limit_bytes:
+        return TooLarge(least, is_settled=False)
     spans = (None, copy_span_of(memory.graph.program))
     match search.run(spans, rounds=tuning.memory_rounds):
         case DoesNotFit():
@@ -172,7 +179,8 @@ class _LimitSearch:
         the rows is faster, and gathering again costs less than another search. The rows' limit is lowered by what a choice's peak
         is above the limit, twice as far each time, and below what the rows say of that choice, which would be found again; and
         halfway back where no choice keeps the rows, or only slower ones do than are looked for: these say nothing of what the
-        memory holds. Where nothing keeps even the first limit of the rows, there is nothing to repeat.
+        memory holds. Where nothing keeps even the first limit of the rows, there is nothing to repeat; nor where what all choices
+        need by the rows is so much that a peak would have to be closer to them than any that is known.
         """
         row_limit, too_low = self.highest_bytes, 0.0
         least: int | None = None
@@ -184,6 +192,8 @@ class _LimitSearch:
             if isinstance(found, DoesNotFit | Unfinished | CutOff | NotSearched) and row_limit < self.highest_bytes:
                 known = found.least_bytes if isinstance(found, DoesNotFit) else 0.0
                 too_low = max(row_limit, min(known, self.highest_bytes))
+                if known > self._most_used():
+                    break
                 row_limit = (too_low + self.highest_bytes) / 2
                 continue
             if not isinstance(found, Chosen):
@@ -193,22 +203,29 @@ class _LimitSearch:
             required, span = self._leanest(found.numbers, spans)
             if required <= self.limit_bytes:
                 return Fits(found, span, self.free.seconds)
-            self._above_rows.append(required - self._used(found.numbers))
+            self._above_rows.append(required - self.used(found.numbers))
             least = required if least is None else min(least, required)
             lower = max(row_limit - (required - self.limit_bytes) * 2**number, (too_low + row_limit) / 2)
-            row_limit = min(lower, self._used(found.numbers) - 1.0)
+            row_limit = min(lower, self.used(found.numbers) - 1.0)
             if self.problem.budget.is_over:
                 break
         assert least is not None, "the first round returns or finds a choice"
         return TooLarge(least, is_settled=False)
 
     def _leanest(self, numbers: Numbers, spans: Sequence[int | None]) -> tuple[int, int | None]:
-        """What a choice requires and for how long it keeps copies then: the first way that fits, or the one that needs least."""
-        tried = []
+        """What a choice requires and for how long it keeps copies then: the first way that fits, or the one that needs least.
+
+        Once a choice has not fitted, the shortest copies are looked at first: if these are too much, so are longer ones.
+        """
+        tried: list[tuple[int, int | None]] = []
+        if self._above_rows:
+            tried.append((self._required(numbers, spans[-1]), spans[-1]))
+            if tried[0][0] > self.limit_bytes:
+                return tried[0]
         for span in spans:
             tried.append((self._required(numbers, span), span))
             if tried[-1][0] <= self.limit_bytes:
-                break
+                return tried[-1]
         return min(tried, key=lambda one: one[0])
 
     def _required(self, numbers: Numbers, copy_span: int | None) -> int:
@@ -219,9 +236,13 @@ class _LimitSearch:
             self._peaks[key] = self.memory.required(numbers, copy_span=copy_span)
         return self._peaks[key]
 
-    def _used(self, numbers: Numbers) -> float:
+    def used(self, numbers: Numbers) -> float:
         """Bytes per device that a choice needs by the rows."""
         return float(self.problem.spans.used_by(np.asarray(numbers)).max())
+
+    def _most_used(self) -> float:
+        """What a choice may need by the rows so that its peak may be within the limit, by what those met require above them."""
+        return TUNING.met_part * self.limit_bytes - min(self._above_rows, default=-math.inf)
 
     def find_met(self, copy_spans: Sequence[int | None]) -> Fits | None:
         """The fastest choice met on the way whose peak is within the limit: of some the rows say more than they need.
@@ -229,11 +250,13 @@ class _LimitSearch:
         A peak takes a while to compute. It is left out where it would have to be closer to what the rows say than any that is
         known, by some percent of the limit.
         """
-        most = TUNING.met_part * self.limit_bytes - min(self._above_rows, default=-math.inf)
-        values = {n: self.problem.costs.value(n) for n in self._met if most == math.inf or self._used(n) <= most}
+        most = self._most_used()
+        values = {n: self.problem.costs.value(n) for n in self._met if most == math.inf or self.used(n) <= most}
         for numbers in sorted(values, key=lambda numbers: values[numbers]):
-            for copy_span in copy_spans:
-                if values[numbers] < self.problem.cutoff_s and self._required(numbers, copy_span) <= self.limit_bytes:
-                    choice = Chosen(numbers, values[numbers], self.free.lower_bound_s, tuple(self._met))
-                    return Fits(choice, copy_span, self.free.seconds)
+            if values[numbers] >= self.problem.cutoff_s:
+                break
+            required, copy_span = self._leanest(numbers, copy_spans)
+            if required <= self.limit_bytes:
+                choice = Chosen(numbers, values[numbers], self.free.lower_bound_s, tuple(self._met))
+                return Fits(choice, copy_span, self.free.seconds)
         return None

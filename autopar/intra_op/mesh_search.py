@@ -126,15 +126,20 @@ class MeshSearch:
         return constant_s
 
     def plan(
-        self, cutoff_s: float, *, rival_s: Callable[[], float] = nobody_s, most_work: float = math.inf
+        self,
+        cutoff_s: float,
+        *,
+        rival_s: Callable[[], float] = nobody_s,
+        most_work: float = math.inf,
+        has_other_ways: bool = False,
     ) -> PlannedStep | NothingFits | CutOff | NotSearched | Unreachable | Unfinished:
         """The best plan within the memory; only plans that take less than `cutoff_s` matter, which are worth so much work.
-        `rival_s` says what others have found so far.
+        `rival_s` says what others have found so far; `has_other_ways`: see `choose_within_limit`.
 
         The search takes it that there is compute enough for all communication that can hide behind it. If a plan's step is much
         longer than that, the mesh is searched again for as much as that plan hides, and the faster plan counts.
         """
-        found = self._plan(cutoff_s, rival_s, most_work)
+        found = self._plan(cutoff_s, rival_s, most_work, has_other_ways)
         if not isinstance(found, PlannedStep) or self.exposure is None or self._is_narrowed:
             return found
         narrowed = self.exposure.narrowed(found.plan, self.request.cluster.overlap, least=self.request.tuning.narrowed)
@@ -142,7 +147,7 @@ class MeshSearch:
             return found
         try:
             search = MeshSearch(self.traced, self.mesh, self.request, narrowed, is_whole=self.is_whole)
-            again = search._plan(cutoff_s, rival_s, most_work)
+            again = search._plan(cutoff_s, rival_s, most_work, has_other_ways)
         except LateError:
             return found
         if isinstance(again, PlannedStep) and again.plan.step_s < found.plan.step_s:
@@ -150,7 +155,7 @@ class MeshSearch:
         return found
 
     def _plan(
-        self, cutoff_s: float, rival_s: Callable[[], float], most_work: float
+        self, cutoff_s: float, rival_s: Callable[[], float], most_work: float, has_other_ways: bool
     ) -> PlannedStep | NothingFits | CutOff | NotSearched | Unreachable | Unfinished:
         request, limit = self.request, self.request.memory_limit_bytes
         free_work = min(most_work, request.tuning.mesh_work)
@@ -184,7 +189,10 @@ class MeshSearch:
             seconds = max(request.budget.clock_left_s, request.tuning.first_limited_s)
             problem = dataclasses.replace(problem, budget=request.budget.limit(seconds=seconds))
         problem = dataclasses.replace(problem, proof=request.tuning.limited_gap)
-        match choose_within_limit(problem, self.memory, limit, free=free, rival_s=rival_s, tuning=request.tuning):
+        tuning = request.tuning
+        match choose_within_limit(
+            problem, self.memory, limit, free=free, rival_s=rival_s, has_other_ways=has_other_ways, tuning=tuning
+        ):
             case Fits(choice, copy_span, unlimited_s):
                 late = choice if copy_span is not None else self._gather_late(choice)
                 does_fit = late.numbers == choice.numbers or self.memory.required(late.numbers) <= limit

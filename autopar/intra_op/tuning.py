@@ -90,6 +90,11 @@ class Tuning:
     memory_rounds: int = 6
     """How often the limit of the memory rows is changed before a step counts as too large. Each is a search; more find plans
     nearer to the limit (`benchmarks/memory_error.py` plans under limits)."""
+    unseen_part: float = 0.5
+    """Of what the best choice without a limit requires above the memory rows, the part that every choice is taken to require,
+    where there are other ways to run the step. Of 60 choices of the example models in 0.5 to 0.9 of their memory four required
+    less, none of them where this left no room. GPT of 24 layers in half of a V100 searched 17 s for nothing
+    (`benchmarks/planning_ordinary.py --tight`)."""
     met_part: float = 1.02
     """Part of the memory limit up to which a choice met on the way may peak, by what it keeps and the least that others peak
     above that, for its peak to be computed at the end of a search in vain. A larger part finds more plans near the limit, and

@@ -222,7 +222,7 @@ def test_meshes_of_a_large_program_are_left_for_another_way_when_it_fits_two_of_
     step, request = question(limit=10**6, tuning=Tuning(large=0))
     seen = []
 
-    def search(self, cutoff_s, *, rival_s, most_work=math.inf):
+    def search(self, cutoff_s, *, rival_s, most_work=math.inf, **rest):
         seen.append(self.mesh.shape)
         self.excess = 1.1
         return NothingFits(mesh=self.mesh, bound_bytes=1, tried_bytes=2, tensors=(), is_settled=is_settled)
@@ -244,10 +244,10 @@ def test_a_mesh_that_another_one_of_its_row_beats_counts_as_not_planned_whenever
     request = dataclasses.replace(request, meshes=meshes)
     usual, heard, found = MeshSearch.plan, [], []
 
-    def search(self, cutoff_s, *, rival_s, most_work=math.inf):
+    def search(self, cutoff_s, *, rival_s, most_work=math.inf, **rest):
         heard.append(rival_s())
-        found.append(usual(self, cutoff_s, rival_s=rival_s, most_work=most_work).plan.step_s)
-        return usual(self, cutoff_s, rival_s=rival_s, most_work=most_work)
+        found.append(usual(self, cutoff_s, rival_s=rival_s, most_work=most_work, **rest).plan.step_s)
+        return usual(self, cutoff_s, rival_s=rival_s, most_work=most_work, **rest)
 
     monkeypatch.setattr(MeshSearch, "plan", search)
     monkeypatch.setattr(compare_meshes, "run_side_by_side", lambda jobs, **_: [job() for job in jobs])
@@ -363,9 +363,9 @@ def test_a_mesh_beside_a_plan_takes_hardly_more_work_than_it_may_repay(monkeypat
     """An operation ends before the budget is asked again, and a search may be repeated within the limit and narrowed."""
     taken, real = {}, MeshSearch.plan
 
-    def plan(self, cutoff_s, *, rival_s, most_work=math.inf):
+    def plan(self, cutoff_s, *, rival_s, most_work=math.inf, **rest):
         before = self.request.budget.spent
-        found = real(self, cutoff_s, rival_s=rival_s, most_work=most_work)
+        found = real(self, cutoff_s, rival_s=rival_s, most_work=most_work, **rest)
         taken[self.mesh.shape] = (most_work, self.request.budget.spent - before)
         return found
 

@@ -156,10 +156,46 @@ def test_what_ends_the_search_below_the_limit_of_rows_says_nothing_of_the_limit(
 
 def test_no_limit_of_rows_is_tried_below_what_is_known_to_be_needed(monkeypatch):
     problem, rows = fast_or_small()
+    asked = choose_in_turn(monkeypatch, ONE_SLOW, DoesNotFit(26.5), ALL_SLOW)
+    choose_within_limit(problem, Memory(rows, unseen=lambda copy_span: 5), 31, free=FREE)
+    assert asked[1] < 26.5
+    assert asked[2] == (26.5 + 31) / 2
+
+
+def test_the_search_ends_where_what_all_need_leaves_no_room_for_what_peaks_have_above_it(monkeypatch):
+    """A peak within 32 of a choice that needs 30 by the rows would have 2 above them, where one that was met has 5."""
+    problem, rows = fast_or_small()
     asked = choose_in_turn(monkeypatch, ONE_SLOW, DoesNotFit(30.0), ALL_SLOW)
-    choose_within_limit(problem, Memory(rows, unseen=lambda copy_span: 5), 32, free=FREE)
-    assert asked[1] < 30
-    assert asked[2] == (30 + 32) / 2
+    found = choose_within_limit(problem, Memory(rows, unseen=lambda copy_span: 5), 32, free=FREE)
+    assert found == TooLarge(36, is_settled=False)
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize("has_other_ways", [True, False])
+@pytest.mark.parametrize(("unseen", "is_hopeless"), [(36, False), (38, True)])
+def test_a_way_is_left_where_half_of_what_the_rows_leave_out_of_the_fastest_is_too_much_for_all(
+    monkeypatch, unseen, is_hopeless, has_other_ways
+):
+    """All need 4 by the rows at least, and the limit is 22."""
+    problem, rows = fast_or_small()
+    asked = choose_in_turn(monkeypatch, DoesNotFit(23.0))
+    found = choose_within_limit(
+        problem, Memory(rows, unseen=lambda copy_span: unseen), 22, free=FREE, has_other_ways=has_other_ways
+    )
+    assert isinstance(found, TooLarge)
+    assert found.is_settled == bool(asked)
+    assert (not asked) == (is_hopeless and has_other_ways)
+
+
+@pytest.mark.parametrize(("second", "spans"), [(1, ["short"]), (0, ["short", None])])
+def test_once_a_choice_has_not_fitted_copies_are_kept_only_where_it_does_with_them_dropped(monkeypatch, second, spans):
+    problem, rows = fast_or_small()
+    asked = []
+    memory = Memory(rows, unseen=lambda copy_span: asked.append(copy_span) or (5 if copy_span else 20))
+    two_slow = Chosen((0, 0, 1, 1 - second), 6.0 - second, 4.0)
+    choose_in_turn(monkeypatch, ONE_SLOW, two_slow, DoesNotFit(30.0))
+    choose_within_limit(problem, memory, 32, free=FREE)
+    assert [span and "short" for span in asked[3:]] == spans
 
 
 def test_the_first_end_of_the_search_is_handed_on(monkeypatch):
