@@ -81,6 +81,23 @@ def run_side_by_side(
 
 
 @contextlib.contextmanager
+def started_aside(job: Callable[[], T], *, processes: int) -> Iterator[Callable[[], T]]:
+    """A function that returns the result of a job, on which a fork works from now on if several processes may.
+
+    This process does the job when it is asked for the result and no fork brings it, or if it alone may work.
+
+    Args:
+        job: a function without arguments, whose result must be picklable.
+        processes: how many processes work, this one counted.
+    """
+    if processes <= 1 or not hasattr(os, "fork"):
+        yield job
+        return
+    with _open_queue([0]) as queue, _fork_worker([job], queue, None) as fork:
+        yield lambda: cast(T, found[0]) if (found := fork.results(PATIENCE_S, lambda: False)) else job()
+
+
+@contextlib.contextmanager
 def _open_queue(order: Sequence[int]) -> Iterator[int]:
     """A pipe that holds the numbers of all jobs. Whichever process reads a token takes that job."""
     reader, writer = os.pipe()

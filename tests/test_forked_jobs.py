@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 import time
 import warnings
 
@@ -10,7 +11,7 @@ import pytest
 
 import autopar
 from autopar.errors import ArgumentError
-from autopar.forked_jobs import CAN_COUNT, run_side_by_side
+from autopar.forked_jobs import CAN_COUNT, run_side_by_side, started_aside
 from autopar.models.registry import build
 from tests.inter_op.test_search import arguments, step, two_nodes
 
@@ -200,3 +201,28 @@ def test_what_only_a_fork_is_at_work_on_is_given_up_on_demand(tmp_path):
     found = run_side_by_side([job] * 2, processes=2, may_give_up=lambda: True, given_up="left")
     assert sorted(found) == ["done", "left"]
     assert time.monotonic() - started < LONG_S / 2
+
+
+def test_a_job_aside_is_done_by_a_fork_while_this_process_goes_on(tmp_path):
+    def job():
+        (tmp_path / "done").touch()
+        return os.getpid()
+
+    with started_aside(job, processes=2) as find:
+        assert wait_until((tmp_path / "done").exists)
+        assert find() != os.getpid()
+    with started_aside(os.getpid, processes=1) as find:
+        assert find() == os.getpid()
+
+
+def test_a_job_aside_that_the_fork_does_not_bring_is_done_here():
+    here = os.getpid()
+    with started_aside(lambda: threading.Lock() if os.getpid() != here else "here", processes=2) as find:
+        assert find() == "here"
+
+
+def test_a_job_aside_that_nobody_asks_for_is_ended():
+    with started_aside(lambda: time.sleep(1000), processes=2):
+        pass
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
