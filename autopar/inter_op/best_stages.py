@@ -204,14 +204,27 @@ class BestStages:
         is_early = self._budget.elapsed_s < self._budget.seconds_left
         return seconds * (1 + (self._tuning.worth_early if is_early else self._tuning.worth))
 
-    def solve(self, way: Timetable, *, num_stages: int | None = None, explain: bool = False) -> StageChoice | Unsolved:
-        """The best stages of one timetable, however slow; of so many if a number is given."""
+    def solve(
+        self, way: Timetable, *, num_stages: int | None = None, explain: bool = False, costs: CostTable | None = None
+    ) -> StageChoice | Unsolved:
+        """The best stages of one timetable, however slow; of so many if a number is given, for these costs if they are given."""
         manual = Manual(num_stages=self._rules.num_stages if num_stages is None else num_stages)
-        problem = self._rules.problem(way, self.table(way))
+        problem = self._rules.problem(way, self.table(way) if costs is None else costs)
         try:
             return choose_stages(problem, manual=manual, tolerance=self._tuning.tolerance, explain=explain)
         except (OutOfMemoryError, ArgumentError) as error:
             return Unsolved(error)
+
+    def explain(self) -> OutOfMemoryError | ArgumentError:
+        """The error of a way that does not fit the memory if there is one, with what its tightest stage needs."""
+
+        def is_out_of_memory(way: Timetable) -> bool:
+            outcome = self.outcomes[way]
+            return isinstance(outcome, Unsolved) and isinstance(outcome.error, OutOfMemoryError)
+
+        explained = self.solve(max(self.ways, key=is_out_of_memory), explain=True)
+        assert isinstance(explained, Unsolved)
+        return explained.error
 
     def one_stage_s(self, ways: Sequence[Timetable]) -> float:
         """The least seconds of a step in one stage on all devices; infinite if it fits in none of these timetables."""

@@ -1,13 +1,14 @@
-"""What ranges of layers cost on submeshes of several kinds of node.
+"""What ranges of layers cost on the submeshes of a cluster, also on several kinds of node.
 
-In: the `LayerCosts` of each kind. Out: the same for submeshes that say their kind, (nodes, devices per node, kind). The layers of
-all kinds are cut at the same places. Bytes are those of the first kind's memory: where a device of another kind has twice the
-memory, half of them count. What can go wrong: nothing that does not go wrong for one kind.
+In: the `LayerCosts` of each kind. Out: these where there is one kind, else the same for submeshes that say their kind, (nodes,
+devices per node, kind). The layers of all kinds are cut at the same places. Bytes are those of the first kind's memory: where a
+device of another kind has twice the memory, half of them count. What can go wrong: nothing that does not go wrong for one kind.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
@@ -20,6 +21,7 @@ from autopar.inter_op.dynamic_program.submeshes import Submesh, kind_of, submesh
 from autopar.inter_op.layer_costs import LayerCosts
 from autopar.inter_op.layer_sums import repetitions
 from autopar.inter_op.planned_layers import PlannedLayers
+from autopar.intra_op.request import PlanRequest
 
 KnownCosts: TypeAlias = dict[int, LayerCosts]
 """What layers cost, by the number of the kind of node."""
@@ -136,3 +138,21 @@ def costs_on_kinds(
     first = limits[kinds.order[0].number]
     bytes_as = {number: first / own if math.isfinite(own) else 1.0 for number, own in limits.items()}
     return CostsByKind({number: kinds.known[number] for number in limits}, bytes_as), options, first
+
+
+def costs_on(
+    shape: Submesh,
+    request: PlanRequest,
+    kinds: KindsInOrder,
+    make: functools.partial[LayerCosts],
+    num_stages: int | None,
+) -> tuple[LayerCosts | CostsByKind, tuple[Submesh, ...], float]:
+    """(What layers cost, the submeshes that stages may have, the memory limit).
+
+    There are at least as many layers as stages where the model has them; or as nodes, as a stage on each is often best.
+    """
+    make = functools.partial(make, fewest_layers=num_stages or shape[0])
+    if kinds.order:
+        return costs_on_kinds(kinds, make)
+    options = submeshes(*shape)[:-1] if make.keywords["smallest_first"] else submeshes(*shape)
+    return make(request, options), options, request.memory_limit_bytes or math.inf

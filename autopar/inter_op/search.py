@@ -18,14 +18,13 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from autopar.errors import ArgumentError, OutOfMemoryError
-from autopar.inter_op.best_stages import BestStages, StageRules, Unsolved
+from autopar.inter_op.best_stages import BestStages, StageRules
 from autopar.inter_op.candidates.timetables import Timetable
 from autopar.inter_op.candidates.tuning import TUNING, Tuning
-from autopar.inter_op.costs_by_kind import ALIKE, CostsByKind, KindsInOrder, costs_on_kinds
+from autopar.inter_op.costs_by_kind import ALIKE, CostsByKind, KindsInOrder, costs_on
 from autopar.inter_op.dynamic_program.choose_stages import may_fit
-from autopar.inter_op.dynamic_program.problem import ChosenStage, Manual, StageChoice
-from autopar.inter_op.dynamic_program.submeshes import Submesh, kind_of, machine_shape, size_of, submeshes
+from autopar.inter_op.dynamic_program.problem import ChosenStage, CostTable, Manual, StageChoice
+from autopar.inter_op.dynamic_program.submeshes import kind_of, machine_shape, size_of
 from autopar.inter_op.layer_costs import LayerCosts
 from autopar.inter_op.plan_stage import Planner, plan_program
 from autopar.inter_op.planned_layers import PlannedLayers
@@ -39,21 +38,21 @@ from autopar.solver.budget import Budget
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Found:
-    """What the search chose: places of the cuts in the forward chain, the devices of each stage, and their logical meshes.
+    """What the search chose: places of the cuts in the forward chain, and the devices of each stage.
 
-    A stage's meshes are those that are best for one of its layers. `kinds`: of each stage's nodes, by number; all 0 where nodes
-    are alike. `shares`: of each stage's forward work, what backward does again. `loop`: the step in the chosen number of
-    microbatches. `one_stage_s`: the least time of one stage on all devices, infinite if that does not fit. `alone_s`: what it
-    takes in each number of microbatches, whether or not it fits. `alone_fits`: the fewest microbatches in which it fits, with
-    its seconds. `compared`: every timetable with what its best stages would take. `ended_early`: the budget ended
-    the search. `others`: choices of other numbers of stages, which may be faster if unequal stages wait longer than assumed; of
-    other timetables if the budget ended the search, should the first one not fit as wholes. `choose_within`: makes the choice
-    again for stages that use this part of the memory limit, should none of these fit as wholes; it raises OutOfMemoryError.
+    `find_meshes`: finds `meshes`. `kinds`: of each stage's nodes, by number; all 0 where nodes are alike. `shares`: of each
+    stage's forward work, what backward does again. `loop`: the step in the chosen number of microbatches. `one_stage_s`: the
+    least time of one stage on all devices, infinite if that does not fit. `alone_s`: what it takes in each number of
+    microbatches, whether or not it fits. `alone_fits`: the fewest microbatches in which it fits, with its seconds. `compared`:
+    every timetable with what its best stages would take. `ended_early`: the budget ended the search. `others`: choices of other
+    numbers of stages, which may be faster if unequal stages wait longer than assumed; of other timetables if the budget ended
+    the search, should the first one not fit as wholes. `choose_within`: makes the choice again for stages that use this part of
+    the memory limit, should none of these fit as wholes; it raises OutOfMemoryError.
     """
 
     cuts: tuple[int, ...]
     sizes: tuple[int, ...]
-    meshes: tuple[tuple[LogicalMesh, ...], ...]
+    find_meshes: Callable[[], tuple[tuple[LogicalMesh, ...], ...]]
     choice: StageChoice
     timetable: Timetable
     shares: tuple[float, ...]
@@ -66,6 +65,11 @@ class Found:
     alone_fits: tuple[int, float] | None = None
     compared: tuple[Alternative, ...] = ()
     others: tuple[Found, ...] = ()
+
+    @functools.cached_property
+    def meshes(self) -> tuple[tuple[LogicalMesh, ...], ...]:
+        """Of each stage the logical meshes that are best for one of its layers, the most frequent first."""
+        return self.find_meshes()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +116,7 @@ def search_stages(
     """
     shape, start, is_hurried = machine_shape(request.cluster, devices), timetables[0].microbatches, beat_s is not None
     make = functools.partial(LayerCosts, loop_of, start, smallest_first=is_hurried, tuning=tuning, planner=planner)
-    costs, options, limit = _costs_on(shape, request, kinds, make, num_stages)
+    costs, options, limit = costs_on(shape, request, kinds, make, num_stages)
     parts = tuple(kind.part for kind in kinds.order)
     rules = StageRules(
         options=options,
@@ -125,24 +129,6 @@ def search_stages(
     own, to_beat_s = budget or request.budget, math.inf if beat_s is None else beat_s
     stages = BestStages(costs, timetables, rules, larger=larger, processes=request.processes, budget=own, tuning=tuning)
     return _StageSearch(costs=costs, stages=stages, rules=rules, beat_s=to_beat_s, budget=own, tuning=tuning).run()
-
-
-def _costs_on(
-    shape: Submesh,
-    request: PlanRequest,
-    kinds: KindsInOrder,
-    make: functools.partial[LayerCosts],
-    num_stages: int | None,
-) -> tuple[LayerCosts | CostsByKind, tuple[Submesh, ...], float]:
-    """(What layers cost, the submeshes that stages may have, the memory limit).
-
-    There are at least as many layers as stages where the model has them; or as nodes, as a stage on each is often best.
-    """
-    make = functools.partial(make, fewest_layers=num_stages or shape[0])
-    if kinds.order:
-        return costs_on_kinds(kinds, make)
-    options = submeshes(*shape)[:-1] if make.keywords["smallest_first"] else submeshes(*shape)
-    return make(request, options), options, request.memory_limit_bytes or math.inf
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -194,7 +180,7 @@ class _StageSearch:
                     continue
                 if math.isfinite(self.beat_s):
                     return NotFaster(())  # too few layers, or too little memory in parts of the machine
-                raise self._explain()
+                raise self.stages.explain()
             if self.budget.is_over:
                 return self._end(choices)
             if found := self._go_on(self._best_of(choices)):
@@ -267,20 +253,41 @@ class _StageSearch:
     def _choose_start(self) -> None:
         """Plan layers first in a number of microbatches in which those that repeat fit the memory, if nothing else were there.
 
-        Without such a number the search begins with the usual one, and finds out why nothing fits.
+        If they fit only with forward work done again, larger numbers may promise more. Without a number in which they fit, the
+        search begins with the usual one, and finds out why nothing fits.
         """
         if not self.costs.has_common or math.isinf(self.rules.limit_bytes):
             return
         for count in self.stages.counts:
-            if any(map(self._may_fit, self.stages.with_count(count))) and self.costs.start_with(count):
-                self.stages.begin_with(count)
-                return
+            if any(map(self._may_fit, self.stages.with_count(count))):
+                for start in (self._find_roomier(count), count):
+                    if self.costs.start_with(start):
+                        self.stages.begin_with(start)
+                        return
+
+    def _find_roomier(self, count: int) -> int:
+        """The fewest microbatches that promise as much as any number above `count`; itself, if layers fit there as they are."""
+        first = self._choose_for_common(count)
+        if first is None or not self._may_do_without_recomputation(first):
+            return count
+        more = {number: self._choose_for_common(number) for number in self.stages.counts if number > count}
+        promised_s = {count: first.step_s} | {number: one.step_s for number, one in more.items() if one is not None}
+        enough_s = (1 + self.tuning.worth) * min(promised_s.values())
+        return min(number for number, seconds in promised_s.items() if seconds <= enough_s)
 
     def _may_fit(self, way: Timetable) -> bool:
         """Whether the layers that repeat fit the memory in some stages."""
+        return may_fit(self.rules.problem(way, self._table_of_common(way)), Manual(num_stages=self.rules.num_stages))
+
+    def _choose_for_common(self, count: int) -> StageChoice | None:
+        """The best stages in this number of microbatches as if there were only the layers that repeat; None if there are none."""
+        way = self.stages.with_count(count)[0]
+        outcome = self.stages.solve(way, costs=self._table_of_common(way))
+        return outcome if isinstance(outcome, StageChoice) else None
+
+    def _table_of_common(self, way: Timetable) -> CostTable:
         is_split, rules = NAMED_SCHEDULES[way.schedule].is_split, self.rules
-        table = self.costs.table_of_common(way.microbatches, rules.options, shares=rules.shares, split=is_split)
-        return may_fit(rules.problem(way, table), Manual(num_stages=rules.num_stages))
+        return self.costs.table_of_common(way.microbatches, rules.options, shares=rules.shares, split=is_split)
 
     def _end(self, choices: Mapping[Timetable, StageChoice]) -> Found | NotFaster:
         """The best of what is known when the budget is over.
@@ -322,17 +329,6 @@ class _StageSearch:
         """Whether it is one stage, which takes as long to plan as all, or estimated, with no other plan to fall back on."""
         return len(choice.stages) == 1 or (math.isinf(self.beat_s) and not self.stages.is_planned(way, choice))
 
-    def _explain(self) -> OutOfMemoryError | ArgumentError:
-        """The error of a way that does not fit the memory if there is one, with what its tightest stage needs."""
-
-        def is_out_of_memory(way: Timetable) -> bool:
-            outcome = self.stages.outcomes[way]
-            return isinstance(outcome, Unsolved) and isinstance(outcome.error, OutOfMemoryError)
-
-        explained = self.stages.solve(max(self.stages.ways, key=is_out_of_memory), explain=True)
-        assert isinstance(explained, Unsolved)
-        return explained.error
-
     def _plan_neighbour(self, best: Timetable, choices: Mapping[Timetable, StageChoice]) -> bool:
         """Plan the number of microbatches below or above the best one if its estimate is near; whether there was one.
 
@@ -368,7 +364,7 @@ class _StageSearch:
             choose_within=self._choose_within,
             cuts=tuple(layers.places[stage.first_layer - 1] for stage in choice.stages[1:]),
             sizes=tuple(size_of(stage.submesh) for stage in choice.stages),
-            meshes=tuple(self._layers_of(way, stage).meshes(stage) for stage in choice.stages),
+            find_meshes=functools.partial(self._find_meshes, way, choice),
             kinds=tuple(kind_of(stage.submesh) for stage in choice.stages),
             choice=choice,
             timetable=way,
@@ -376,6 +372,9 @@ class _StageSearch:
             loop=layers.loop,
             ended_early=self.budget.is_over,
         )
+
+    def _find_meshes(self, way: Timetable, choice: StageChoice) -> tuple[tuple[LogicalMesh, ...], ...]:
+        return tuple(self._layers_of(way, stage).meshes(stage) for stage in choice.stages)
 
     def _layers_of(self, way: Timetable, stage: ChosenStage) -> PlannedLayers:
         """The layers as they are planned on the kind of node of a stage."""

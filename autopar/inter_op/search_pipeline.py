@@ -8,11 +8,13 @@ that fits.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 
 from autopar.errors import ArgumentError, OutOfMemoryError
+from autopar.forked_jobs import started_aside
 from autopar.inter_op.candidates.timetables import Timetable
 from autopar.inter_op.candidates.tuning import TUNING, Tuning
 from autopar.inter_op.costs_by_kind import ALIKE, KindsInOrder
@@ -106,7 +108,35 @@ def search_pipeline(
     `num_stages`: the number of meshes, if it is given. `beat_s`: seconds of the step on one mesh, or in other stages; the search
     ends when these do not promise to take less, and raises LateError when the clock ends it. `kinds`: see `search_stages`.
     """
-    started, request = time.perf_counter(), dataclasses.replace(request, has_fallback=beat_s is not None)
+    request = dataclasses.replace(request, has_fallback=beat_s is not None)
+    bound = functools.partial(bound_stages, traced, request, devices)
+    with started_aside(bound, processes=request.processes) as find_bound_s:
+        return _search(
+            traced,
+            wishes,
+            request,
+            find_bound_s,
+            devices=devices,
+            num_stages=num_stages,
+            beat_s=beat_s,
+            tuning=tuning,
+            kinds=kinds,
+        )
+
+
+def _search(
+    traced: TracedStep,
+    wishes: PipelineWishes,
+    request: PlanRequest,
+    find_bound_s: Callable[[], float],
+    *,
+    devices: int,
+    num_stages: int | None,
+    beat_s: float | None,
+    tuning: Tuning,
+    kinds: KindsInOrder,
+) -> SearchedPipeline | OneStage:
+    started = time.perf_counter()
     tables = wishes.timetables(traced, num_stages or _usual_stages(request, devices, kinds), tuning)
     split = split_scans(traced, every_layer(traced))
     found = search_stages(
@@ -125,21 +155,25 @@ def search_pipeline(
     if isinstance(found, NotFaster):
         return OneStage(found.compared)
     if len(found.sizes) == 1 and not kinds.order:  # on one kind of node a single stage is a pipeline as well
-        again, step_s = found.shares[0] > 0, found.choice.step_s
-        return OneStage(promising=Promising(found.timetable.microbatches, found.meshes[0], again, step_s))
+        shares, promised_s = found.shares, found.choice.step_s
+        return OneStage(promising=Promising(found.timetable.microbatches, found.meshes[0], shares[0] > 0, promised_s))
     if request.has_fallback:
         request.budget.require_time()
     hoped, searched = found, time.perf_counter()
     found, first = _plan_best_number(traced, split, found, wishes, request, tuning, kinds.order)
     planned = {found.timetable: first, **plan_in_other_schedules(first, found.timetable, tables, request)}
     best = min(planned.values(), key=lambda one: one.plan.step_s)
-    rows, bound_s = _all_compared(hoped.compared, planned), bound_stages(traced, request, devices)
-    plan = dataclasses.replace(
-        best.plan, compared=rows, lower_bound_s=bound_s, planning_s=time.perf_counter() - started
-    )
+    rows, bound_s = _all_compared(hoped.compared, planned), find_bound_s()
+    plan, took_s = best.plan, time.perf_counter() - started
+    plan = dataclasses.replace(plan, compared=rows, lower_bound_s=bound_s, planning_s=took_s)
     if found.ended_early:
         plan = dataclasses.replace(plan, ended_early=True, not_compared=(*plan.not_compared, "other stages"))
     return SearchedPipeline.of(dataclasses.replace(best, plan=plan), found, hoped, searched)
+
+
+def _promising(found: Found) -> Promising:
+    """What is known of one stage on all devices, for those who plan it as one mesh."""
+    return Promising(found.timetable.microbatches, found.meshes[0], found.shares[0] > 0, found.choice.step_s)
 
 
 def _usual_stages(request: PlanRequest, devices: int, kinds: KindsInOrder) -> int:
@@ -274,13 +308,9 @@ def _plan_in_less_memory(
 
 def _is_same(one: Found, other: Found) -> bool:
     """Whether two choices are of the same stages in the same timetable."""
-    return (one.timetable, one.cuts, one.sizes, one.meshes, one.shares, one.kinds) == (
-        other.timetable,
-        other.cuts,
-        other.sizes,
-        other.meshes,
-        other.shares,
-        other.kinds,
+    places = (one.timetable, one.cuts, one.sizes, one.shares, one.kinds)
+    return (
+        places == (other.timetable, other.cuts, other.sizes, other.shares, other.kinds) and one.meshes == other.meshes
     )
 
 

@@ -1,0 +1,35 @@
+"""In which number of microbatches the search over layers begins."""
+
+from autopar.inter_op.candidates.timetables import Timetable
+from autopar.inter_op.plan_stage import plan_program
+from autopar.inter_op.search import search_stages
+from autopar.stages.split_scans import split_scans
+from autopar.stages.time_loops import make_loops
+from tests.inter_op.test_search import CountingPlanner, arguments, request_on, traced_step, two_nodes
+
+
+def test_layers_are_planned_first_in_a_roomier_number_where_others_do_forward_work_again():
+    """In 8 microbatches the layers that repeat fit only so; of the numbers in which they keep all, the fewest come first."""
+
+    def search(limit, *counts, shares=(0.0, 0.5, 1.0), larger=(), planner=plan_program):
+        traced = traced_step(*arguments(16, layers=8, batch=4096))
+        return search_stages(
+            make_loops(split_scans(traced, ()), counts[0]),
+            request_on(two_nodes(), limit),
+            devices=4,
+            timetables=[Timetable(count, "1f1b") for count in counts],
+            larger=[Timetable(count, "1f1b") for count in larger],
+            shares=shares,
+            planner=planner,
+        )
+
+    need = max(stage.peak_bytes for stage in search(None, 8).choice.stages)
+    limit = int(0.6 * need)
+    alone = search(limit, 8)
+    assert all(alone.shares)
+    planner = CountingPlanner()
+    found = search(limit, 8, larger=(32, 64), planner=planner)
+    asked = [(program.cut.loop.plan.microbatches, program.stage) for program, _ in planner.asked]
+    first = asked[: next(place for place, (count, _) in enumerate(asked) if count == 32)]
+    assert len({*first}) == 1, "the layer that repeats, to know how much it keeps"
+    assert found.choice.step_s <= alone.choice.step_s, "what begins elsewhere comes back where that is faster"
