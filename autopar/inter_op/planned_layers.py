@@ -252,7 +252,9 @@ class PlannedLayers:
         if first not in self._launches_s:
             request = self._request
             alone = request.catalogues.of(LogicalMesh.of((1,)), request.cluster, request.options)
-            self._launches_s[first] = find_work(self._program(first).step.program, alone).launches_s
+            program = self._program(first)
+            step_s = find_work(program.step.program, alone).launches_s
+            self._launches_s[first] = step_s / program.cut.loop.plan.microbatches
         return self._launches_s[first]
 
     def plan(self, sizes: Collection[int], *, perhaps: int | None = None, common_alone: bool = False) -> None:

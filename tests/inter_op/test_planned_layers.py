@@ -17,12 +17,12 @@ from tests.inter_op.test_search import request_on, traced_step
 LAYERS = 6
 
 
-def layers_of(processes, planner):
+def layers_of(processes, planner, microbatches=4):
     weights = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * LAYERS
     x = jax.ShapeDtypeStruct((8, 64), jnp.float32)
     request = request_on(preset("cpu"), processes=processes)
-    loop = make_time_loop(traced_step(weights, x), 4)
-    places = LayerCosts(lambda _: loop, 4, request, [(1, 1)]).of(4).places
+    loop = make_time_loop(traced_step(weights, x), microbatches)
+    places = LayerCosts(lambda _: loop, microbatches, request, [(1, 1)]).of(microbatches).places
     return PlannedLayers(loop, places, request, planner=planner)
 
 
@@ -84,3 +84,12 @@ def test_weights_in_16_bits_count_in_every_layer():
     size = 64 * 64 * 4
     standing = [(one.kept_bytes, one.looped_bytes) for one in figures]  # weights; their sums, and themselves in 16 bits
     assert standing.count((size, 1.5 * size)) == LAYERS - 1
+
+
+def test_what_a_layer_launches_is_of_one_microbatch_however_many_there_are():
+    """It was that of all, so that smaller microbatches seemed to take as long as large ones."""
+    few, many = layers_of(1, plan_program, microbatches=2), layers_of(1, plan_program, microbatches=8)
+    assert 0 < many.launches_s(many.common) <= few.launches_s(few.common)
+    few.plan({1}, common_alone=True)
+    figures = few.figures(few.common, 1)
+    assert few.launches_s(few.common) < figures.forward_s + figures.backward_s + figures.once_s
