@@ -158,9 +158,9 @@ class BestStages:
         """Note that costs have changed."""
         self._current.clear()
 
-    def limit_to(self, limit_bytes: float) -> None:
-        """From now on, stages may use so many bytes per device, which are less than before: what was known is a promise."""
-        self._rules = dataclasses.replace(self._rules, limit_bytes=limit_bytes)
+    def limit_to(self, limit_bytes: float, budget: Budget) -> None:
+        """From now on, stages may use so many bytes per device, fewer than before, in so much time. The known is a promise."""
+        self._rules, self._budget = dataclasses.replace(self._rules, limit_bytes=limit_bytes), budget
         self.outdate()
 
     def solve_promising(self) -> None:

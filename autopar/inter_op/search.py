@@ -216,10 +216,12 @@ class _StageSearch:
         return True
 
     def _choose_within(self, room: float) -> Found | NotFaster:
-        """The choice made again, in this part of the memory limit."""
+        """The choice made again, in this part of the memory limit; it takes little time, as layers are planned."""
         limit_bytes = self.rules.limit_bytes * room / self.tuning.room
-        self.stages.limit_to(limit_bytes)
-        return dataclasses.replace(self, rules=dataclasses.replace(self.rules, limit_bytes=limit_bytes))._look()
+        own = Budget(seconds=self.tuning.last_look_s) if self.budget.is_over else self.budget
+        self.stages.limit_to(limit_bytes, own)
+        rules = dataclasses.replace(self.rules, limit_bytes=limit_bytes)
+        return dataclasses.replace(self, rules=rules, budget=own)._look()
 
     def _go_on(self, best: Timetable) -> Found | NotFaster | None:
         """Plan what the best way is an estimate of. The result of the search if there is nothing of the kind."""

@@ -166,7 +166,7 @@ def _search(
     rows, bound_s = _all_compared(hoped.compared, planned), find_bound_s()
     plan, took_s = best.plan, time.perf_counter() - started
     plan = dataclasses.replace(plan, compared=rows, lower_bound_s=bound_s, planning_s=took_s)
-    if found.ended_early:
+    if hoped.ended_early or found.ended_early:
         plan = dataclasses.replace(plan, ended_early=True, not_compared=(*plan.not_compared, "other stages"))
     return SearchedPipeline.of(dataclasses.replace(best, plan=plan), found, hoped, searched)
 

@@ -1,8 +1,9 @@
-"""In which number of microbatches the search over layers begins."""
+"""In which number of microbatches the search over layers begins, and what it does when it is asked again."""
 
 from autopar.inter_op.candidates.timetables import Timetable
 from autopar.inter_op.plan_stage import plan_program
 from autopar.inter_op.search import search_stages
+from autopar.solver.budget import Budget
 from autopar.stages.split_scans import split_scans
 from autopar.stages.time_loops import make_loops
 from tests.inter_op.test_search import CountingPlanner, arguments, request_on, traced_step, two_nodes
@@ -33,3 +34,25 @@ def test_layers_are_planned_first_in_a_roomier_number_where_others_do_forward_wo
     first = asked[: next(place for place, (count, _) in enumerate(asked) if count == 32)]
     assert len({*first}) == 1, "the layer that repeats, to know how much it keeps"
     assert found.choice.step_s <= alone.choice.step_s, "what begins elsewhere comes back where that is faster"
+
+
+def test_stages_are_chosen_again_in_less_memory_among_all_timetables_also_when_the_clock_has_ended_the_search():
+    """Then only the first schedule was looked at, which is not always the best."""
+
+    def search(budget):
+        traced = traced_step(*arguments(16, layers=8, batch=4096))
+        return search_stages(
+            make_loops(split_scans(traced, ()), 4),
+            request_on(two_nodes(), 4_000_000),
+            devices=4,
+            timetables=[Timetable(4, "1f1b"), Timetable(4, "zb-h1")],
+            shares=(0.0, 1.0),
+            budget=budget,
+        )
+
+    late = [False]
+    with_time, without = search(Budget()), search(Budget().limit(until=lambda: late[0]))
+    late[0] = True
+    again = [found.choose_within(0.9) for found in (with_time, without)]
+    assert [one.timetable.schedule for one in again] == ["zb-h1", "zb-h1"]
+    assert again[0].choice == again[1].choice
