@@ -63,7 +63,7 @@ def shapes_of(model):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name == "all devices" else name for name in RINGS]
 )
-@pytest.mark.filterwarnings("ignore:the batch of")
+@pytest.mark.filterwarnings("ignore:.*no mesh axis of size")
 def test_a_llama_whose_sequence_is_split_equals_jit_and_hands_keys_and_values_around(name):
     mesh_shape, sizes, split = RINGS[name]
     model = build("llama", **LLAMA | sizes)
@@ -88,7 +88,7 @@ LONG = {"batch": 1, "layers": 1, "hidden": 4096, "heads": 32, "ffn": 14336, "seq
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("kv_heads", "is_balanced", "is_ring"), [(2, True, True), (2, False, True), (8, True, False)])
-@pytest.mark.filterwarnings("ignore:the batch of")
+@pytest.mark.filterwarnings("ignore:.*no mesh axis of size")
 def test_for_128k_positions_on_eight_a100s_the_search_takes_the_ring_where_heads_of_keys_are_too_few(
     kv_heads, is_balanced, is_ring
 ):
@@ -102,7 +102,7 @@ def test_for_128k_positions_on_eight_a100s_the_search_takes_the_ring_where_heads
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("devices", [1, 8])
-@pytest.mark.filterwarnings("ignore:the batch of")
+@pytest.mark.filterwarnings("ignore:.*no mesh axis of size")
 def test_the_predicted_peak_counts_what_attention_needs_while_it_runs(devices):
     model = build("llama", **LLAMA | {"batch": 2, "seq": 4096})
     compiled = ringed(model, (devices,), P(None, "x")).compile(*shapes_of(model))

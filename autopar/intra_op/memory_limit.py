@@ -104,7 +104,8 @@ def choose_within_limit(
     least = 0 if limit_bytes is None else memory.required(free.numbers)
     if limit_bytes is None or least <= limit_bytes:
         return Fits(free, None, free.seconds)
-    search = _LimitSearch.of(problem, free, memory, limit_bytes, least=least, rival_s=rival_s)
+    made = _LimitSearch.of(problem, free, memory, limit_bytes, least=least, rival_s=rival_s)
+    search = dataclasses.replace(made, has_other_ways=has_other_ways)
     unseen = tuning.unseen_part * max(0.0, least - search.used(free.numbers))
     if has_other_ways and search.problem.least_bytes() + unseen > tuning.met_part * limit_bytes:
         return TooLarge(least, is_settled=False)
@@ -114,9 +115,7 @@ def choose_within_limit(
             return TooLarge(least, is_settled=True)
         case TooLarge(tried_bytes):
             least = min(least, tried_bytes)
-        case Unfinished():
-            pass
-        case ended:
+        case ended if not isinstance(ended, Unfinished):
             return ended
     if search.is_beaten:
         return CutOff(free.lower_bound_s)
@@ -137,9 +136,11 @@ class _LimitSearch:
     limit_bytes: int
     highest_bytes: float
     rival_s: Callable[[], float] = nobody_s
+    has_other_ways: bool = False
     _met: dict[Numbers, None] = dataclasses.field(default_factory=dict)
     _above_rows: list[float] = dataclasses.field(default_factory=list)
     _peaks: dict[tuple[Numbers, int | None], int] = dataclasses.field(default_factory=dict)
+    _lean: list[int | None] = dataclasses.field(default_factory=list)
 
     @classmethod
     def of(
@@ -179,8 +180,8 @@ class _LimitSearch:
         the rows is faster, and gathering again costs less than another search. The rows' limit is lowered by what a choice's peak
         is above the limit, twice as far each time, and below what the rows say of that choice, which would be found again; and
         halfway back where no choice keeps the rows, or only slower ones do than are looked for: these say nothing of what the
-        memory holds. Where nothing keeps even the first limit of the rows, there is nothing to repeat; nor where what all choices
-        need by the rows is so much that a peak would have to be closer to them than any that is known.
+        memory holds. Where nothing keeps even the first limit of the rows, there is nothing to repeat. Where there are other ways
+        to run the step, the search also ends if a peak would have to be closer to what all choices need by the rows than any is.
         """
         row_limit, too_low = self.highest_bytes, 0.0
         least: int | None = None
@@ -192,7 +193,7 @@ class _LimitSearch:
             if isinstance(found, DoesNotFit | Unfinished | CutOff | NotSearched) and row_limit < self.highest_bytes:
                 known = found.least_bytes if isinstance(found, DoesNotFit) else 0.0
                 too_low = max(row_limit, min(known, self.highest_bytes))
-                if known > self._most_used():
+                if self.has_other_ways and known > self._most_used():
                     break
                 row_limit = (too_low + self.highest_bytes) / 2
                 continue
@@ -215,18 +216,21 @@ class _LimitSearch:
     def _leanest(self, numbers: Numbers, spans: Sequence[int | None]) -> tuple[int, int | None]:
         """What a choice requires and for how long it keeps copies then: the first way that fits, or the one that needs least.
 
-        Once a choice has not fitted, the shortest copies are looked at first: if these are too much, so are longer ones.
+        Where there are other ways to run the step, a choice is left if it does not fit with copies kept as was leanest for the
+        first that did not fit.
         """
+        if self.has_other_ways and self._lean:
+            required = self._required(numbers, self._lean[0])
+            if required > self.limit_bytes:
+                return required, self._lean[0]
         tried: list[tuple[int, int | None]] = []
-        if self._above_rows:
-            tried.append((self._required(numbers, spans[-1]), spans[-1]))
-            if tried[0][0] > self.limit_bytes:
-                return tried[0]
         for span in spans:
             tried.append((self._required(numbers, span), span))
             if tried[-1][0] <= self.limit_bytes:
                 return tried[-1]
-        return min(tried, key=lambda one: one[0])
+        least = min(tried, key=lambda one: one[0])
+        self._lean.append(least[1])
+        return least
 
     def _required(self, numbers: Numbers, copy_span: int | None) -> int:
         """See `MemoryModel.required`, which costs as much as a search of a deep step does."""

@@ -21,7 +21,10 @@ class Presented:
     """Whether nobody said for which machine to plan, and there was none to look at. No part of its value either."""
 
     def know_question(self, settings: object, traced: object, *, is_cluster_assumed: bool) -> None:
-        """Remember what the plan is the answer to, for `why`: `settings`, and the step as `traced`; and what was assumed."""
+        """Remember what the plan is the answer to, for `why`: `settings`, and the step as `traced`.
+
+        `is_cluster_assumed`: whether the user named no cluster, so that a preset was taken.
+        """
         object.__setattr__(self, "_asked", (settings, traced))
         object.__setattr__(self, "is_cluster_assumed", is_cluster_assumed)
 

@@ -19,7 +19,7 @@ BY_HAND = [*TRAINING_IN_CHUNKS, ("interleaved", 4)]
 
 
 def planned(weights, x, **options):
-    options = {"devices": 4, "cluster": two_nodes(), "mesh_shape": (1,), "num_stages": 2, **options}
+    options = {"devices": 2, "cluster": two_nodes(), "mesh_shape": (1,), "num_stages": 2, **options}
     return autopar.parallelize(step, **options).plan(weights, x)
 
 

@@ -192,7 +192,7 @@ def stages_of(step_s):
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.filterwarnings("ignore:the batch of x has 64 examples")
+@pytest.mark.filterwarnings("ignore:x has 64 examples")
 @pytest.mark.parametrize("devices", [3, 5, pytest.param(6, marks=pytest.mark.slow)])
 def test_stages_are_found_where_no_dimension_can_be_divided_among_the_devices(devices):
     weights, x = arguments(1024, layers=8, batch=64)

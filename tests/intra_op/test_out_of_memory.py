@@ -162,13 +162,19 @@ def test_no_limit_of_rows_is_tried_below_what_is_known_to_be_needed(monkeypatch)
     assert asked[2] == (26.5 + 31) / 2
 
 
-def test_the_search_ends_where_what_all_need_leaves_no_room_for_what_peaks_have_above_it(monkeypatch):
-    """A peak within 32 of a choice that needs 30 by the rows would have 2 above them, where one that was met has 5."""
+@pytest.mark.parametrize("has_other_ways", [True, False])
+def test_the_search_ends_where_what_all_need_leaves_no_room_for_what_peaks_have_above_it(monkeypatch, has_other_ways):
+    """A peak within 32 of a choice that needs 30 by the rows would have 2 above them, where one that was met has 5.
+
+    Where there is no other way to run the step, there may be such a choice all the same.
+    """
     problem, rows = fast_or_small()
     asked = choose_in_turn(monkeypatch, ONE_SLOW, DoesNotFit(30.0), ALL_SLOW)
-    found = choose_within_limit(problem, Memory(rows, unseen=lambda copy_span: 5), 32, free=FREE)
-    assert found == TooLarge(36, is_settled=False)
-    assert len(asked) == 2
+    found = choose_within_limit(
+        problem, Memory(rows, unseen=lambda copy_span: 5), 32, free=FREE, has_other_ways=has_other_ways
+    )
+    assert (found == TooLarge(36, is_settled=False)) == has_other_ways
+    assert len(asked) == (2 if has_other_ways else 3)
 
 
 @pytest.mark.parametrize("has_other_ways", [True, False])
@@ -187,15 +193,30 @@ def test_a_way_is_left_where_half_of_what_the_rows_leave_out_of_the_fastest_is_t
     assert (not asked) == (is_hopeless and has_other_ways)
 
 
-@pytest.mark.parametrize(("second", "spans"), [(1, ["short"]), (0, ["short", None])])
-def test_once_a_choice_has_not_fitted_copies_are_kept_only_where_it_does_with_them_dropped(monkeypatch, second, spans):
+@pytest.mark.parametrize(
+    ("dropped", "has_other_ways", "spans"),
+    [(5, True, ["short"]), (5, False, [None, "short"]), (30, True, [None]), (30, False, [None, "short"])],
+)
+def test_where_there_are_other_ways_copies_are_kept_as_was_leanest_for_the_first_that_did_not_fit(
+    monkeypatch, dropped, has_other_ways, spans
+):
+    """Copies that are dropped may take more memory too, as what is gathered again waits for something."""
     problem, rows = fast_or_small()
     asked = []
-    memory = Memory(rows, unseen=lambda copy_span: asked.append(copy_span) or (5 if copy_span else 20))
-    two_slow = Chosen((0, 0, 1, 1 - second), 6.0 - second, 4.0)
-    choose_in_turn(monkeypatch, ONE_SLOW, two_slow, DoesNotFit(30.0))
-    choose_within_limit(problem, memory, 32, free=FREE)
-    assert [span and "short" for span in asked[3:]] == spans
+    memory = Memory(rows, unseen=lambda copy_span: asked.append(copy_span) or (dropped if copy_span else 20))
+    choose_in_turn(
+        monkeypatch, ONE_SLOW, Chosen((0, 0, 1, 0), 5.0, 4.0), DoesNotFit(30.0), DoesNotFit(30.0), CutOff(9.0)
+    )
+    choose_within_limit(
+        problem,
+        memory,
+        32,
+        free=FREE,
+        has_other_ways=has_other_ways,
+        tuning=dataclasses.replace(Tuning(), memory_rounds=2),
+    )
+    assert [span and "short" for span in asked[1:3]] == [None, "short"]
+    assert [span and "short" for span in asked[3 : 3 + len(spans)]] == spans
 
 
 def test_the_first_end_of_the_search_is_handed_on(monkeypatch):
