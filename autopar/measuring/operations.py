@@ -115,11 +115,20 @@ def ran_of_program(
 
 def told_of(programs: Sequence[RanOfProgram]) -> OperationsThatRan:
     """What ran of programs together, and what is not known of it, in words."""
-    program = {key: operation for one in programs for key, operation in one.program.items()}
+    program = _named_below_the_root({key: operation for one in programs for key, operation in one.program.items()})
     operations = [operation for one in programs for operation in one.operations]
     strange = [seen for one in programs for seen in one.strange]
     missing = (*_missing(program, operations), *(_left_out(strange) if operations and strange else ()))
     return OperationsThatRan(program=program, operations=operations, missing=missing)
+
+
+def _named_below_the_root(program: dict[tuple[str, str], ProgramOperation]) -> dict[tuple[str, str], ProgramOperation]:
+    """The operations with modules named as below the model itself, as in plans, if all are in it: flax names the model too."""
+    scopes = {one.scope for one in program.values() if one.scope}
+    roots = {scope.partition("/")[0] for scope in scopes}
+    if len(roots) != 1 or len(scopes) == 1:
+        return program
+    return {key: dataclasses.replace(one, scope=one.scope.partition("/")[2]) for key, one in program.items()}
 
 
 def _of_kernels(kernels: Sequence[tuple[Occasion, Seen]], program: Mapping[str, Computation]) -> Iterator[Ran]:
