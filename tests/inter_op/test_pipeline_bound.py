@@ -96,3 +96,14 @@ def test_the_report_says_what_the_bound_of_a_pipeline_is_over():
     fields = json.loads(plan.to_json())
     del fields["lower_bound_s"]
     assert plan_from_json(json.dumps(fields)) == old
+
+
+@pytest.mark.parametrize("name", ["no launches", "slow launches"])
+def test_on_one_device_the_bound_is_the_step_but_for_its_call_and_more_devices_divide_it(name):
+    """Nothing is lost there: a bound that is too high by any part exceeds a step that there is."""
+    machine, (weights, x) = MACHINES[name], arguments(256, batch=64)
+    traced, request = traced_step(weights, x), request_on(MACHINES[name])
+    plan = autopar.parallelize(step, devices=1, cluster=machine, num_microbatches=1).plan(weights, x)
+    bound_s = bound_stages(traced, request, 1)
+    assert bound_s * (1 - 1e-9) <= plan.step_s - machine.dispatch_s(len(traced.inputs)) <= 1.05 * bound_s
+    assert bound_stages(traced, request, 4) == pytest.approx(bound_s / 4)
