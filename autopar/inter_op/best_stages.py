@@ -159,7 +159,7 @@ class BestStages:
         self._current.clear()
 
     def limit_to(self, limit_bytes: float, budget: Budget) -> None:
-        """From now on, stages may use so many bytes per device, fewer than before, in so much time. The known is a promise."""
+        """From now on, stages have so many bytes per device, fewer than before, and so much time; what was known is a promise."""
         self._rules, self._budget = dataclasses.replace(self._rules, limit_bytes=limit_bytes), budget
         self.outdate()
 

@@ -268,7 +268,7 @@ class _StageSearch:
                         return
 
     def _find_roomier(self, count: int) -> int:
-        """The fewest microbatches that promise as much as any number above `count`; itself, if layers fit there as they are."""
+        """The fewest microbatches, from `count` on, that promise about as much as any; `count` if layers fit as they are."""
         first = self._choose_for_common(count)
         if first is None or not self._may_do_without_recomputation(first):
             return count

@@ -155,8 +155,7 @@ def _search(
     if isinstance(found, NotFaster):
         return OneStage(found.compared)
     if len(found.sizes) == 1 and not kinds.order:  # on one kind of node a single stage is a pipeline as well
-        shares, promised_s = found.shares, found.choice.step_s
-        return OneStage(promising=Promising(found.timetable.microbatches, found.meshes[0], shares[0] > 0, promised_s))
+        return OneStage(promising=_promising(found))
     if request.has_fallback:
         request.budget.require_time()
     hoped, searched = found, time.perf_counter()
@@ -308,10 +307,10 @@ def _plan_in_less_memory(
 
 def _is_same(one: Found, other: Found) -> bool:
     """Whether two choices are of the same stages in the same timetable."""
-    places = (one.timetable, one.cuts, one.sizes, one.shares, one.kinds)
-    return (
-        places == (other.timetable, other.cuts, other.sizes, other.shares, other.kinds) and one.meshes == other.meshes
+    one_cut, other_cut = (
+        (found.timetable, found.cuts, found.sizes, found.shares, found.kinds) for found in (one, other)
     )
+    return one_cut == other_cut and one.meshes == other.meshes
 
 
 def _may_be_faster(other: Found, best: Found, planned: PlannedPipeline, request: PlanRequest, tuning: Tuning) -> bool:

@@ -96,16 +96,16 @@ def choose_within_limit(
     """
     if free is None:
         found = choose(problem)
-        if isinstance(found, DoesNotFit):
-            raise AssertionError("a problem without memory rows fits")
+        assert not isinstance(found, DoesNotFit), "a problem without memory rows fits"
         if not isinstance(found, Chosen):
             return found
         free = found
     least = 0 if limit_bytes is None else memory.required(free.numbers)
     if limit_bytes is None or least <= limit_bytes:
         return Fits(free, None, free.seconds)
-    made = _LimitSearch.of(problem, free, memory, limit_bytes, least=least, rival_s=rival_s)
-    search = dataclasses.replace(made, has_other_ways=has_other_ways)
+    search = _LimitSearch.of(
+        problem, free, memory, limit_bytes, least=least, rival_s=rival_s, has_other_ways=has_other_ways
+    )
     unseen = tuning.unseen_part * max(0.0, least - search.used(free.numbers))
     if has_other_ways and search.problem.least_bytes() + unseen > tuning.met_part * limit_bytes:
         return TooLarge(least, is_settled=False)
@@ -152,6 +152,7 @@ class _LimitSearch:
         *,
         least: int,
         rival_s: Callable[[], float],
+        has_other_ways: bool,
     ) -> _LimitSearch:
         """The search of a problem without rows; `least`: what `free` requires."""
         budget = problem.budget.limit(until=lambda: free.lower_bound_s >= rival_s())
@@ -164,6 +165,7 @@ class _LimitSearch:
             limit_bytes=limit_bytes,
             highest_bytes=limit_bytes + excess,
             rival_s=rival_s,
+            has_other_ways=has_other_ways,
         )
 
     @property
