@@ -30,11 +30,11 @@ max o <= y
     T = min over y of (y + min over x of min over S of F(S, 0, D; x, y) + b(S) x)
 
 x: bisection over the distinct u, from the least that any choice reaches to the largest that can still pay. An interval is
-dropped if a F at its upper end plus b times its lower end is worse than the best known. A bound on F that ignores r (a stage
-fits if it fits at any place) is quick; F itself is computed only if that bound allows. y: from infinity down; a choice that
-attains the minimum under y beats all others that do not have a smaller max o. What F is at least under limits holds under smaller
-ones. `tolerance` also drops intervals that could gain less; `bound_s` is then the time that no choice beats. Ties: fewer stages,
-then earlier cuts, then earlier submeshes in the list.
+dropped if for each S a F at its upper end plus b(S) times its lower end is worse than the best known. A bound on F that ignores
+r (a stage fits if it fits at any place) is quick; F itself is computed only if that bound allows. y: from infinity down; a
+choice that attains the minimum under y beats all others that do not have a smaller max o. What F is at least under limits holds
+under smaller ones. `tolerance` also drops intervals that could gain less; `bound_s` is then the time that no choice beats.
+Ties: fewer stages, then earlier cuts, then earlier submeshes in the list.
 
 What can go wrong: costs may not add up over layers, so the caller plans the chosen stages as wholes. A stage among unlike ones
 waits longer or shorter than among its like; the caller times the schedule.
@@ -180,11 +180,11 @@ class _FamilySearch:
         self.quick = self.table.at_any_place()
         self.once = family.merged.problem.costs.once_s * family.chunks
         self.transfer = family.merged.transfer_s
-        self.least_b = min(family.slowest)
+        self.slowest = np.array(family.slowest)
         self.known: dict[int, list[tuple[float, float]]] = {count: [] for count in family.counts}
         """By S: limits of u, and F under them with the microbatches in flight of that S."""
-        self.tried: list[tuple[float, float]] = []
-        """Limits of u, and a bound on F under them."""
+        self.tried: list[tuple[float, np.ndarray]] = []
+        """Limits of u, and for each S a bound on F under them."""
         self.least_once = quick(np.where(np.isfinite(self.quick.stage_s), self.once, np.inf), family.merged, np.maximum)
 
     def run(self) -> None:
@@ -201,9 +201,10 @@ class _FamilySearch:
                 return
             once_s = float(np.nextafter(self.max_once(found), -math.inf))
 
-    def bound(self, period_s: float) -> float:
-        """A bound on F under a limit of u: what was found under no smaller limits of u and o, which leave no less choice."""
-        return max((value for limit, value in self.tried if limit >= period_s), default=0.0)
+    def bounds(self, period_s: float) -> np.ndarray:
+        """For each S a bound on F under a limit of u: that under limits of u and o which leave no less choice."""
+        found = [values for limit, values in self.tried if limit >= period_s]
+        return np.max(found, axis=0) if found else np.zeros(len(self.slowest))
 
     def known_floor(self, count: int, period_s: float) -> float:
         """A bound on F of that S under a limit of u: what is known under a larger limit, which leaves no less choice."""
@@ -254,55 +255,61 @@ class _Round:
         return min(self.value * (1 + TIE), self.search.best.worth_s - self.search.least_once)
 
     def run(self) -> Stages | None:
-        times, b = self.search.times, self.search.least_b
+        times, b = self.search.times, self.search.slowest.min()
         floor = self._floor(float(times[-1]))
         if math.isinf(self.once_s):
             bound_s = floor + b * float(times[0]) + self.search.least_once
             self.search.best.floor_s = min(self.search.best.floor_s, bound_s)
         if b > 0:
             self._try(float(times[0]))
-            self._bisect(floor)
+            self._bisect(self._of_each(floor))
         else:
             self._try(float(times[-1]))
         return self.stages
 
-    def _bisect(self, floor: float) -> None:
-        """Search the intervals between the stage times; `floor` is a bound on F between the first and the last of them."""
-        times, b = self.search.times, self.search.least_b
-        waiting = [(0, len(times), floor)]
+    def _bisect(self, floors: np.ndarray) -> None:
+        """Search the intervals between the stage times; `floors`: for each S a bound on F between the first and the last."""
+        times, b = self.search.times, self.search.slowest
+        waiting = [(0, len(times), floors)]
         while waiting and not self.search.best.ends():
-            low, high, floor = waiting.pop()
-            if not math.isfinite(floor):
+            low, high, floors = waiting.pop()
+            left = np.isfinite(floors)
+            if not left.any():
                 continue
-            high = min(high, int(np.searchsorted(times, (self._worth - floor) / b, side="right")))
+            most_s = float(((self._worth - floors[left]) / b[left]).max())
+            high = min(high, int(np.searchsorted(times, most_s, side="right")))
             if high - low < 2:
                 continue
             middle = (low + high) // 2
             here = self._try(float(times[middle]))
-            waiting += [(middle, high, floor), (low, middle, max(here, floor))]
+            waiting += [(middle, high, floors), (low, middle, np.maximum(here, floors))]
 
     def _floor(self, period_s: float) -> float:
         return quick(self._apply_limits(self.search.quick, period_s), self.family.merged, np.add)
 
-    def _try(self, period_s: float) -> float:
-        """Offer the best choices under a limit of u; returns a bound on F under it."""
-        bound = self.search.bound(period_s)
-        if self._may_matter(bound, period_s):
-            bound = max(bound, self._try_new(period_s))
-            self.search.tried.append((period_s, bound))
-        return bound
+    def _of_each(self, floor: float) -> np.ndarray:
+        return np.full(len(self.search.slowest), floor)
 
-    def _may_matter(self, floor: float, period_s: float) -> bool:
-        return math.isfinite(floor) and floor + self.search.least_b * period_s <= self._worth
+    def _try(self, period_s: float) -> np.ndarray:
+        """Offer the best choices under a limit of u; returns for each S a bound on F under it."""
+        bounds = self.search.bounds(period_s)
+        if self._may_matter(bounds, period_s):
+            bounds = np.maximum(bounds, self._try_new(period_s))
+            self.search.tried.append((period_s, bounds))
+        return bounds
 
-    def _try_new(self, period_s: float) -> float:
-        floor = self._floor(period_s)
-        if not self._may_matter(floor, period_s):
-            return floor
+    def _may_matter(self, floors: np.ndarray, period_s: float) -> bool:
+        least_s = float((floors + self.search.slowest * period_s).min())
+        return math.isfinite(least_s) and least_s <= self._worth
+
+    def _try_new(self, period_s: float) -> np.ndarray:
+        floors = self._of_each(self._floor(period_s))
+        if not self._may_matter(floors, period_s):
+            return floors
         table = self._apply_limits(self.search.table, period_s)
         best = exact(table, self.family.merged, np.add)
-        counts, slowest = self.family.counts, np.array(self.family.slowest)
-        sums = best[0, list(counts), -1]
+        counts, slowest = self.family.counts, self.search.slowest
+        sums: np.ndarray = best[0, list(counts), -1]
         sums = np.maximum(sums, [self.search.known_floor(count, period_s) for count in counts])
         alone: dict[int, Stages] = {}
         while (values := sums + slowest * period_s).min() <= self._worth and math.isfinite(values.min()):
@@ -313,7 +320,7 @@ class _Round:
                 break
             # The table assumed the fewest microbatches in flight of any number of stages: ask again for this number alone.
             sums[at], alone[at] = self._alone(counts[at], period_s)
-        return float(sums.min())
+        return sums
 
     def _alone(self, count: int, period_s: float) -> tuple[float, Stages]:
         """F of one S with its own microbatches in flight, and the stages, if any fit."""

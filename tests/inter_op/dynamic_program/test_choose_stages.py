@@ -13,6 +13,7 @@ import pytest
 from autopar.errors import ArgumentError, OutOfMemoryError
 from autopar.inter_op.dynamic_program.choose_stages import choose_faster_stages, choose_stages
 from autopar.inter_op.dynamic_program.problem import CostTable, Manual, RuledOut, StageChoice, StageCost, StageProblem
+from autopar.inter_op.dynamic_program.recursion import exact
 from autopar.inter_op.dynamic_program.submeshes import submeshes
 from autopar.schedules.schedules import make_schedule
 from autopar.schedules.tasks import task_times
@@ -211,6 +212,31 @@ def test_a_tolerance_never_costs_more_than_it_says_and_the_bound_holds():
         exact, rough = choose_stages(problem), choose_stages(problem, tolerance=0.2)
         assert exact.bound_s == exact.step_s
         assert rough.bound_s <= exact.step_s <= rough.step_s <= exact.step_s / 0.8
+
+
+def test_more_stages_than_microbatches_in_a_split_schedule_are_ruled_out_number_by_number(monkeypatch):
+    """Each further stage makes the bubble of zb-h1 longer; a bound that forgets it looked at ten times as many limits."""
+    rng, solved = np.random.default_rng(0), []
+
+    def count_exact(*args):
+        solved.append(args)
+        return exact(*args)
+
+    monkeypatch.setattr("autopar.inter_op.dynamic_program.choose_stages.exact", count_exact)
+    options = submeshes(2, 8)
+    each = rng.uniform(0.5, 1.5, 16)
+    seconds = np.full((len(options), 16, 17), np.inf)
+    for z, (nodes, per_node) in enumerate(options):
+        for i, j in itertools.combinations(range(17), 2):
+            latency = 0.8 * (nodes * per_node > 1) + 2.0 * (nodes > 1)
+            seconds[z, i, j] = (each[i:j] * (1 / (nodes * per_node) + latency)).sum()
+    free = np.zeros_like(seconds)
+    once_s = rng.uniform(0.0, 0.3, seconds.shape)
+    table = table_of_arrays(seconds, once_s, free + 0.1, free, free, free)
+    problem = problem_of(table, options, (2, 8), 2, "zb-h1")
+    choice = choose_stages(problem)
+    assert len(choice.stages) > problem.microbatches
+    assert len(solved) < 250
 
 
 def test_64_layers_on_64_devices_take_seconds():
