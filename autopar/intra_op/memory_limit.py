@@ -191,7 +191,9 @@ class _LimitSearch:
         for number in range(rounds):
             if self.is_beaten:
                 return CutOff(self.free.lower_bound_s)
-            found = choose(dataclasses.replace(self.problem, limit_bytes=row_limit), free=self.free, tried=tried)
+            cutoff_s = min(self.problem.cutoff_s, self.rival_s())
+            limited = dataclasses.replace(self.problem, limit_bytes=row_limit, cutoff_s=cutoff_s)
+            found = choose(limited, free=self.free, tried=tried)
             if isinstance(found, DoesNotFit | Unfinished | CutOff | NotSearched) and row_limit < self.highest_bytes:
                 known = found.least_bytes if isinstance(found, DoesNotFit) else 0.0
                 too_low = max(row_limit, min(known, self.highest_bytes))

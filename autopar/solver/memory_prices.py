@@ -83,7 +83,7 @@ def price_memory(problem: ChoiceProblem, known: Sequence[Numbers], lower_bound_s
     scale = abs(trials[0].seconds) or 1.0
     box = tuning.first_price * scale / max(float(trials[0].excess.max()), tuning.first_price)
     room = 1.0 - spans.fixed / problem.limit_bytes
-    lower, is_exact = lower_bound_s, True
+    lower, is_exact, last = lower_bound_s, True, np.empty(0)
     for _ in range(tuning.price_rounds):
         if problem.budget.is_over:
             break
@@ -96,14 +96,18 @@ def price_memory(problem: ChoiceProblem, known: Sequence[Numbers], lower_bound_s
         at_edge = prices.sum() >= box * (1 - 1e-6)
         if not at_edge and highest - lower <= tuning.good_enough / 10 * scale:
             break
-        priced = _add_prices(problem, spans, prices)
+        if np.array_equal(prices, last):  # there was no new plane
+            break
+        last, priced = prices, _add_prices(problem, spans, prices)
         found = solve(priced)
         is_exact = is_exact and isinstance(found, Found) and found.gap == 0
         if not isinstance(found, Found):
             break
         lower = max(lower, priced.value(found.choice) - found.gap - float(prices @ room))
-        trials.append(_try_choice(problem, spans, tuple(found.choice.values())))
-        if at_edge and not trials[-1].fits:
+        trial = _try_choice(problem, spans, tuple(found.choice.values()))
+        if all(trial.numbers != other.numbers for other in trials):
+            trials.append(trial)
+        if at_edge and not trial.fits:
             box *= tuning.price_growth
             if box > tuning.largest_price * scale:
                 break

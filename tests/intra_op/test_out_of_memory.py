@@ -64,6 +64,25 @@ def test_the_search_ends_where_another_one_is_as_fast_as_the_best_without_a_limi
     assert found == CutOff(4.0) if is_left else isinstance(found, Fits)
 
 
+def test_a_choice_within_the_limit_has_to_beat_what_others_have_found(monkeypatch):
+    """The rival's plan gets faster on the way, and what is asked of the solver with it."""
+    problem, rows = fast_or_small()
+    found_s, asked = iter([9.0, 9.0, 7.0, 6.5, 6.5, 6.5, 5.0]), []
+
+    def choose(problem, **given):
+        asked.append(problem.cutoff_s)
+        return ONE_SLOW
+
+    monkeypatch.setattr(memory_limit, "choose", choose)
+    choose_within_limit(problem, Memory(rows), 22, free=FREE, rival_s=lambda: next(found_s, 5.0))
+    assert asked[0] == 9.0
+    assert asked[-1] == 5.0
+    kept = dataclasses.replace(problem, cutoff_s=4.5)
+    asked.clear()
+    choose_within_limit(kept, Memory(rows), 22, free=FREE)
+    assert set(asked) == {4.5}
+
+
 def test_the_search_ends_when_another_one_becomes_as_fast_while_it_works(monkeypatch):
     """It has asked for the best in a limit, and asks for nothing more: no other limit, and no peak of what it met."""
     problem, rows = fast_or_small()

@@ -60,6 +60,22 @@ def test_prices_reach_the_best_bound_that_prices_can(seed: int) -> None:
     assert not rough.is_exact
 
 
+def test_prices_that_bring_a_choice_that_is_known_are_not_tried_again() -> None:
+    """A quick search leaves a gap, and finds the same at the same prices: all further rounds would be like this one."""
+    costs, row = knapsack(12)
+    asked: list[bytes] = []
+
+    def solve_quickly(priced: Costs) -> Found:
+        asked.append(b"".join(cost.tobytes() for cost in priced.nodes.values()))
+        return Found(dict.fromkeys(range(12), 1), 5.0)
+
+    problem = ChoiceProblem(costs=Costs.of(costs, {}), rows=[row], limit_bytes=0.5 * row.used([0] * 12))
+    priced = price_memory(problem, [(0,) * 12], 0.0, solve=solve_quickly)
+    assert priced.best is not None
+    assert priced.best.numbers == (1,) * 12
+    assert len(asked) == len(set(asked))
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_a_priced_choice_fits_and_lies_between_its_bound_and_a_good_one(seed: int) -> None:
     random = np.random.default_rng(seed)
