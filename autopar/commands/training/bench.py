@@ -25,7 +25,7 @@ from autopar.commands.plans.plan import plan_step
 from autopar.commands.terminal.live_line import live_line
 from autopar.commands.terminal.printing import print_json, reports
 from autopar.commands.training.saved_plan import parallel_under, read_plan_for_here
-from autopar.commands.training.training_run import AUTOPAR, JIT, Training
+from autopar.commands.training.training_run import AUTOPAR, JIT, Training, doubt_machine
 from autopar.explain import seconds_text
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
@@ -144,3 +144,5 @@ def _print(console: Console, plan: Plan | PipelinePlan, documents: dict[str, dic
         markup=False,
         highlight=False,
     )
+    for doubt in doubt_machine(plan, ours_s):
+        console.print(doubt, markup=False, highlight=False)

@@ -28,7 +28,7 @@ from autopar.commands.terminal.interruption import interruptible
 from autopar.commands.terminal.live_line import live_line
 from autopar.commands.terminal.printing import print_json, reports
 from autopar.commands.training.recording import Recorder
-from autopar.commands.training.training_run import AUTOPAR, Observe, Record, Training, ignore, run_jit
+from autopar.commands.training.training_run import AUTOPAR, Observe, Record, Training, doubt_machine, ignore, run_jit
 from autopar.errors import ArgumentError
 from autopar.execution.one_mesh import CompiledStep
 from autopar.execution.pipeline import CompiledPipeline
@@ -269,6 +269,8 @@ def summarise(training: Training, plan: Plan | PipelinePlan, record: Record, sto
         markup=False,
         highlight=False,
     )
+    for doubt in doubt_machine(plan, record.median_s):
+        training.console.print(doubt, markup=False, highlight=False)
 
 
 def compare_with_jit(training: Training, record: Record, reference: Record) -> None:

@@ -15,14 +15,19 @@ from rich.console import Console
 from autopar.commands.arguments.own_step import PyTree
 from autopar.commands.arguments.subject import Trainee
 from autopar.commands.terminal.interruption import interruptible
+from autopar.cost_model.hardware import PRESETS
 from autopar.errors import ArgumentError
 from autopar.explain.training_progress import Report, RunStep, Scale
+from autopar.pipeline_plan import PipelinePlan
+from autopar.plan import Plan
 from autopar.training.run import usual_loss
 
 Observe: TypeAlias = Callable[[str, RunStep], None]
 """Takes the title of a run and a step that it has made."""
 AUTOPAR, JIT = "autopar", "jax.jit"
 """Titles of the two runs."""
+_FAR = 1.3
+"""Measured over predicted seconds of a step, or the inverse, above which the machine is taken to be another one."""
 
 
 @dataclasses.dataclass
@@ -126,3 +131,13 @@ def run_jit(training: Training, first_state: PyTree) -> Record | None:
         training.console.print(f"comparison stopped by Ctrl-C after {record.done} of {training.steps} steps")
         return None
     return record
+
+
+def doubt_machine(plan: Plan | PipelinePlan, median_s: float) -> Iterator[str]:
+    """Say what to do where steps take far longer, or less, than was predicted for a preset: machines differ so much."""
+    ratio = median_s / plan.step_s if plan.step_s and median_s else 1.0
+    if plan.cluster in PRESETS and max(ratio, 1 / ratio) > _FAR:
+        yield (
+            f"the prediction is for a machine as the preset {plan.cluster} describes it: `autopar calibrate -o machine.json` "
+            "measures this one, and --cluster machine.json plans for it"
+        )

@@ -2,6 +2,7 @@
 
 import argparse
 import csv
+import dataclasses
 import itertools
 import json
 import os
@@ -9,14 +10,16 @@ import re
 import signal
 import time
 
+import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
+import autopar
 from autopar.commands.arguments import devices
 from autopar.commands.arguments.subject import find_trainee
 from autopar.commands.parser import read
-from autopar.commands.training import demo, train
-from autopar.commands.training.training_run import Training
+from autopar.commands.training import demo, train, training_run
+from autopar.commands.training.training_run import Training, doubt_machine
 from autopar.cost_model.json_files import schema_at, violations
 from tests.commands.command_line import SMALL, run, start
 from tests.commands.documents import document, schema_of
@@ -38,6 +41,24 @@ def test_train_reports_each_loss_and_agrees_with_jit(tmp_path, capsys):
     assert difference
     assert float(difference[1]) < 1e-5
     assert last < first
+
+
+@pytest.mark.parametrize(("ratio", "is_said"), [(2.0, True), (0.5, True), (1.2, False)])
+def test_a_preset_is_doubted_where_steps_take_far_longer_or_less(ratio, is_said):
+    step = autopar.parallelize(lambda state, batch: (state * jnp.mean(batch), jnp.sum(batch)), devices=2, cluster="cpu")
+    plan = step.plan(jnp.ones(8), jnp.ones((4, 8)))
+    said = list(doubt_machine(plan, ratio * plan.step_s))
+    assert bool(said) == is_said
+    assert all("preset cpu" in one and "autopar calibrate" in one and "--cluster" in one for one in said)
+    assert not list(doubt_machine(dataclasses.replace(plan, cluster="measured"), ratio * plan.step_s))
+
+
+@pytest.mark.parametrize("command", ["train", "bench"])
+def test_a_run_says_that_the_preset_may_be_of_another_machine(command, capsys, monkeypatch):
+    monkeypatch.setattr(training_run, "_FAR", 0.0)
+    flags = ("--rounds", "1") if command == "bench" else ("--steps", "2")
+    assert run(command, "mlp", *SMALL, "--devices", "2", *flags) == 0
+    assert "`autopar calibrate -o machine.json` measures this one" in capsys.readouterr().out
 
 
 @pytest.mark.sampled(4)
