@@ -2,8 +2,10 @@
 
 import json
 
+import jax
 import pytest
 
+from autopar.models import build
 from tests.benchmarks.scripts import SCRIPTS, load_script
 
 
@@ -51,9 +53,19 @@ def test_a_small_model_runs_by_our_plan_and_by_plain_jit(script, tmp_path, monke
 
 
 def test_every_way_is_named_once(script):
-    from autopar.models import build
-
     built = build("gpt", layers=2, hidden=32, heads=4, seq=16, batch=8, vocab=256)
     names = [name for name, _ in script.wishes(built)]
     assert len(names) == len(set(names))
     assert {"autopar", "ZeRO-3", "Megatron 2 x DP 4", "GPipe 2 x DP 4", "inter-operator only"} <= set(names)
+
+
+def test_the_step_by_hand_computes_what_jit_does_of_models_whose_batch_has_equal_parts(script):
+    built = build("gpt", layers=1, hidden=32, heads=4, seq=16, batch=16, vocab=256, dropout=0.0)
+    assert script.has_equal_parts(built)
+    assert not script.has_equal_parts(build("wide_resnet"))
+    by_hand, jitted, batches = script.data_parallel_step(built), jax.jit(built.train_step), built.data(0)
+    states = [built.create_state(jax.random.key(0)) for _ in range(2)]
+    for batch, _ in zip(batches, range(3), strict=False):
+        (states[0], own), (states[1], theirs) = by_hand(states[0], batch), jitted(states[1], batch)
+        assert float(own["loss"]) == pytest.approx(float(theirs["loss"]), rel=1e-5)
+    assert int(states[0].step) == 3
