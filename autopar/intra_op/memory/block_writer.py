@@ -18,8 +18,9 @@ from autopar.avals import Aval, dtype_name, is_opaque, itemsize_of
 from autopar.compat import Literal, Var, module_path
 from autopar.intra_op.choices.graph import Source
 from autopar.intra_op.memory.compilers import XLA_CPU, Compiler
-from autopar.intra_op.memory.device_operations import Block, Kind, Operation, Value
+from autopar.intra_op.memory.device_operations import Block, Held, Kind, Operation, Value
 from autopar.intra_op.memory.equation_facts import EquationFacts, facts_of, kind_of, result_name
+from autopar.intra_op.memory.zeros import Zeros
 from autopar.intra_op.xla_cpu import table as xla_cpu
 from autopar.intra_op.xla_cpu.contraction_orders import Orders
 from autopar.intra_op.xla_cpu.table import Making
@@ -27,14 +28,6 @@ from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.moves import LOCAL_KINDS, Move
 from autopar.program.program import Atom, Equation, fan_out_p
 from autopar.rules.table import entry_for
-
-
-@dataclasses.dataclass(frozen=True)
-class Held:
-    """The number of a value and the layout it lies in; -1 is a literal."""
-
-    value: int
-    layout: Layout
 
 
 class Values:
@@ -53,6 +46,7 @@ class Values:
         self.turned: dict[tuple[int, tuple[int, ...]], int] = {}
         self.permuted: dict[int, tuple[int, tuple[int, ...]]] = {}
         self.products: set[int] = set()
+        self.zeros = Zeros()
         self._bytes: dict[tuple[tuple[int, ...], int, Layout], int] = {}
 
     def add(self, value: Value) -> int:
@@ -194,6 +188,9 @@ class BlockWriter:
         read, facts = [held.value for held in operands], facts_of(eqn)
         if facts.orders is not None:
             return self._contraction(eqn, facts, operands, layouts, facts.orders)
+        same_as = self.values.zeros.find_same(eqn, read)
+        if same_as is not None and operands[same_as].layout == layouts[0]:
+            return [operands[same_as]]
         entry = entry_for(eqn)
         if entry.fused and not entry.free:
             apart = self._apart(eqn, facts, read)
@@ -204,6 +201,7 @@ class BlockWriter:
             if same in self.known:
                 return self.known[same]
         results = self._results(eqn, facts, layouts)
+        self.values.zeros.note(eqn, read, results[0].value)
         if same is not None:
             self.known[same] = results
         if facts.factor is not None:

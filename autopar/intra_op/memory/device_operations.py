@@ -10,6 +10,7 @@ import enum
 from collections.abc import Hashable, Mapping
 
 from autopar.intra_op.memory.compilers import XLA_CPU, Compiler
+from autopar.layouts.mesh import Layout
 
 
 class Kind(enum.Enum):
@@ -58,6 +59,14 @@ class Value:
     def elements(self) -> int:
         """How many elements a device holds."""
         return self.bytes // max(self.itemsize, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """The number of a value and the layout it lies in; -1 is a literal."""
+
+    value: int
+    layout: Layout
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

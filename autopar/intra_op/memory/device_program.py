@@ -19,9 +19,9 @@ from autopar.compat import Literal, Var
 from autopar.intra_op.choices.graph import StrategyGraph
 from autopar.intra_op.lowering.assignment import Assignment, Layouts, WholeLayouts
 from autopar.intra_op.lowering.layout_domain import LayoutDomain
-from autopar.intra_op.memory.block_writer import BlockWriter, Held, Values
+from autopar.intra_op.memory.block_writer import BlockWriter, Values
 from autopar.intra_op.memory.compilers import XLA_CPU, Compiler
-from autopar.intra_op.memory.device_operations import FOLDED, Block, Kind, Operation, Value
+from autopar.intra_op.memory.device_operations import FOLDED, Block, Held, Kind, Operation, Value
 from autopar.intra_op.memory.folding import Folding
 from autopar.intra_op.memory.turned_results import copy_turned
 from autopar.intra_op.xla_cpu.table import Making, making_of

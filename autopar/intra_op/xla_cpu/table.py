@@ -79,6 +79,9 @@ _LIBRARY = """
     min mul neg pad pow round rsqrt sign sin sqrt square sub tan tanh transpose
 """
 _SUMS = frozenset({"add", "add_any", "scatter-add"})
+_KEEPS_ZERO = frozenset(
+    "abs broadcast_in_dim convert_element_type copy neg reshape sign sqrt square squeeze transpose".split()  # noqa: SIM905
+)
 _PRODUCTS = frozenset({"mul", "div"})
 _DEAR = {"erfc": 75.0, "tanh": 60.0}
 _MOVES_FACTORS = jax.__version_info__ < (0, 12)
@@ -122,6 +125,16 @@ def can_join_library(eqn: JaxprEqn) -> bool:
 def can_move_sums(eqn: JaxprEqn) -> bool:
     """Whether it is a sum, of two operands or onto the first in place, that XLA's simplifier moves into another one."""
     return eqn.primitive.name in _SUMS
+
+
+def adds_two(eqn: JaxprEqn) -> bool:
+    """Whether it is the sum of two operands: XLA's simplifier takes the other one in its place if one is zero everywhere."""
+    return eqn.primitive.name in _SUMS and len(eqn.invars) == 2
+
+
+def keeps_zero(eqn: JaxprEqn) -> bool:
+    """Whether XLA knows that the result is zero everywhere if its operand is."""
+    return eqn.primitive.name in _KEEPS_ZERO
 
 
 def factor_of(eqn: JaxprEqn) -> Hashable:

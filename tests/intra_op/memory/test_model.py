@@ -55,7 +55,11 @@ PLANS = {
 }
 
 
-FAST = {("mlp", plan) for plan in PLANS} | {("small_gpt", "data parallel"), ("llama", "one device")}
+FAST = {("mlp", plan) for plan in PLANS} | {
+    ("wide_mlp", "zero3"),
+    ("small_gpt", "data parallel"),
+    ("llama", "one device"),
+}
 NEAR = [
     pytest.param(name, plan, marks=() if (name, plan) in FAST else pytest.mark.slow)
     for name in MODELS
