@@ -11,6 +11,8 @@ import dataclasses
 import math
 from typing import Literal
 
+import jax
+
 from autopar.compat import COPIES_BRANCHES
 from autopar.cost_model.device import Device
 
@@ -34,6 +36,7 @@ class Compiler:
         operations_per_byte: float32 operations that the device makes while it moves a byte; where these are few, what is dear is
             kept and not computed again. Infinite if the compiler does not ask.
         keeps_order: operations run in the program's order; else each as soon as its operands are there, breadth first.
+        writes_turned: one of several results that is in another order of dimensions is written in that order before it is copied.
         copies_branches: what branches write over is copied first, except where the first of two hands it on.
     """
 
@@ -47,6 +50,7 @@ class Compiler:
     adds_into_products: bool
     operations_per_byte: float
     keeps_order: bool
+    writes_turned: bool
     copies_branches: bool = COPIES_BRANCHES
 
 
@@ -61,6 +65,7 @@ XLA_CPU = Compiler(
     adds_into_products=False,
     operations_per_byte=math.inf,
     keeps_order=False,
+    writes_turned=jax.__version_info__ >= (0, 12),
 )
 XLA_GPU = Compiler(
     platform="gpu",
@@ -73,6 +78,7 @@ XLA_GPU = Compiler(
     adds_into_products=True,
     operations_per_byte=9.6,  # of an A100
     keeps_order=True,
+    writes_turned=False,
 )
 
 
