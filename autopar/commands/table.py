@@ -26,6 +26,7 @@ from autopar.commands.parsers import (
     train,
     verify,
 )
+from autopar.errors import OutOfMemoryError
 from autopar.launch.command import add_launch
 
 
@@ -47,10 +48,19 @@ class Command:
     model_at: int = 0
 
     def run(self, options: argparse.Namespace) -> int:
-        """Check the options, and run the command; returns the exit status."""
+        """Check the options, and run the command; returns the exit status.
+
+        Where no plan fits, the command's JSON says so in place of its own document. The error goes on, as do all others.
+        """
         if options.check is not None:
             options.check(options)
-        return int(self.find()(options))
+        try:
+            return int(self.find()(options))
+        except OutOfMemoryError as error:
+            if options.json:
+                document = importlib.import_module("autopar.commands.plans.document").misfit_document(error)
+                importlib.import_module("autopar.commands.terminal.printing").print_json(document)
+            raise
 
     def find(self) -> Callable[[argparse.Namespace], int]:
         """Import the function that runs the command."""

@@ -11,7 +11,7 @@ from autopar.commands.table import COMMANDS
 from autopar.cost_model.json_files import schema_at, violations
 from autopar.files.checked import PLAN_SCHEMA
 from tests.commands.command_line import ROOT, SMALL, STAGES, run
-from tests.commands.documents import document, schema_of
+from tests.commands.documents import SCHEMAS, document, schema_of
 
 NO_RESULT = {"launch"}
 """Its workers print what they like."""
@@ -45,19 +45,45 @@ def test_plan_answers_about_a_leaf_and_about_what_does_not_fit(capsys):
     assert answer["limit_bytes"] == 1024
 
 
-@pytest.mark.parametrize("command", ["plan", "explain"])
+@pytest.mark.parametrize("command", ["plan", "explain", "verify", "train", "bench"])
 def test_a_plan_that_fits_nowhere_is_a_document_with_the_limit_and_what_is_needed(command, capsys):
     small = ("mlp", *SMALL, "--devices", "2")
     for flags in ((), ("--mesh", "2"), ("--stages", "2", "--microbatches", "2")):
         assert run(command, *small, *flags, "--memory-limit", "1KiB", "--json") == 2
         printed = capsys.readouterr()
         found = json.loads(printed.out)
-        assert violations(found, schema_at(schema_of("plan"))) == []
+        assert violations(found, schema_at(SCHEMAS / "error.schema.json")) == []
         error = found["error"]
         assert (error["kind"], error["limit_bytes"]) == ("out_of_memory", 1024)
         assert error["needed_bytes"] is None, "the bounds leave nothing to try"
         assert error["bound_bytes"] > 1024
         assert printed.err == f"autopar: {error['message']}\n"
+
+
+def test_a_failure_of_another_kind_leaves_standard_output_empty(tmp_path, capsys):
+    plan, missing = tmp_path / "plan.json", tmp_path / "missing.json"
+    assert run("plan", "mlp", *SMALL, "--devices", "2", "-o", plan) == 0
+    capsys.readouterr()
+    nowhere = tmp_path / "nowhere" / "file"
+    failures = {
+        "plan": ("mlp", *SMALL, "--output", nowhere),
+        "explain": (missing,),
+        "diff": (plan, missing),
+        "rank": ("mlp", "--clusters", "none-such"),
+        "verify": ("mlp", *SMALL, "--devices", "2", "--mesh", "3"),
+        "train": ("mlp", *SMALL, "--timeline", nowhere),
+        "run": (plan, "mlp", *SMALL, "--hidden", "24"),
+        "bench": ("mlp", *SMALL, "--plan", missing),
+        "simulate": ("--table", missing),
+        "collectives": ("--cluster", "none-such"),
+        "calibrate": ("--output", nowhere),
+        "doctor": ("--no-such-flag",),
+        "demo": ("--no-such-flag",),
+    }
+    for command, flags in failures.items():
+        assert run(command, *flags, "--json") == 2, command
+        printed = capsys.readouterr()
+        assert (printed.out, printed.err.startswith("autopar: ")) == ("", True), command
 
 
 def test_simulate_prints_rows_and_a_plan_elsewhere(tmp_path, capsys):

@@ -1,6 +1,8 @@
 """`--json`, which every command that prints a result takes.
 
-The documents follow `autopar/commands/schemas/COMMAND.schema.json`.
+Standard output holds one document or nothing. A command that comes to a result prints it, as `COMMAND.schema.json` in
+`autopar/commands/schemas` says. One that plans, and finds that nothing fits the memory, prints what is needed, as
+`error.schema.json` says. One that ends without a result for another reason prints nothing there; standard error has its words.
 """
 
 from __future__ import annotations

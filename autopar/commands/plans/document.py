@@ -1,6 +1,6 @@
 """A plan, and answers about it, as the JSON that commands print.
 
-In: a plan, an answer. Out: dictionaries as `commands/schemas/plan.schema.json` says.
+In: a plan, an answer. Out: dictionaries as `plan.schema.json` and `error.schema.json` in `commands/schemas` say.
 """
 
 from __future__ import annotations

@@ -20,7 +20,6 @@ from autopar.commands.plans.document import (
     answers_document,
     conflict_document,
     leaf_document,
-    misfit_document,
     plan_document,
 )
 from autopar.commands.plans.flags import conflict_in_flags
@@ -64,8 +63,6 @@ def plan(options: argparse.Namespace) -> int:
             except OutOfMemoryError as error:
                 if options.conflict:
                     return _print_conflict(error, deadline, options, interruption)
-                if options.json:
-                    print_json(misfit_document(error))
                 raise
             if output is not None:
                 save(output, found.to_json())

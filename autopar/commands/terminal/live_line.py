@@ -2,7 +2,8 @@
 
 In: the reports of the search (`autopar.progress`). Out, on standard error: the phase, candidates, the best step so far, the bound
 and the seconds left; with `-v` also the log. A thread of rich draws the line four times a second, so that it moves during long
-steps as well. A pipe or a file gets nothing but the log that `-v` asks for.
+steps as well. A narrow terminal gets the best step and the seconds whole: candidates go first, then the bound, then the end of
+the phase. A pipe or a file gets nothing but the log that `-v` asks for.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.live import Live
 from rich.spinner import Spinner
@@ -65,27 +67,47 @@ class _Line:
     def draw(self) -> Text:
         """The line at this moment, for the thread that draws."""
         time = self._console.get_time()
-        words = describe(self._now, elapsed_s=time - self._started, left_s=self._ends - time)
         spinner = self._spinner.render(time)
         assert isinstance(spinner, Text)
+        words = describe(
+            self._now,
+            elapsed_s=time - self._started,
+            left_s=self._ends - time,
+            width=self._console.width - spinner.cell_len - 1,
+        )
         return Text.assemble(spinner, " ", words, no_wrap=True, overflow="ellipsis")
 
 
-def describe(now: Progress, *, elapsed_s: float, left_s: float = math.inf) -> str:
+def describe(now: Progress, *, elapsed_s: float, left_s: float = math.inf, width: float = math.inf) -> str:
     """The words of the line.
 
     Args:
         now: all that is known.
         elapsed_s: seconds since the start.
         left_s: seconds until planning ends at the latest.
+        width: the cells that there are.
     """
     phase = ", ".join(filter(None, [now.stopping, now.phase or "starting", now.at]))
     counts = {"bounded": now.bounded, "dropped": now.dropped, "proven": now.proven}
     candidates = " / ".join(f"{count} {name}" for name, count in counts.items() if count is not None)
-    steps = {"best step": now.best_s, "bound": now.bound_s}
-    times = [f"{name} {seconds_text(seconds)}" for name, seconds in steps.items() if seconds is not None]
+    best, bound = _step_text("best step", now.best_s), _step_text("bound", now.bound_s)
     time = f"{max(0.0, left_s):.0f} s left" if math.isfinite(left_s) else f"{elapsed_s:.0f} s"
-    return _SEPARATOR.join(filter(None, [phase, candidates, *times, time]))
+    for said in ([phase, candidates, best, bound, time], [phase, best, bound, time], [phase, best, time]):
+        words = _join(said)
+        if cell_len(words) <= width:
+            return words
+    figures = _join([best, time])
+    short = Text(phase)
+    short.truncate(max(1, int(width) - cell_len(_SEPARATOR + figures)), overflow="ellipsis")
+    return _join([short.plain, figures])
+
+
+def _step_text(name: str, seconds: float | None) -> str:
+    return "" if seconds is None else f"{name} {seconds_text(seconds)}"
+
+
+def _join(said: Sequence[str]) -> str:
+    return _SEPARATOR.join(filter(None, said))
 
 
 @contextlib.contextmanager

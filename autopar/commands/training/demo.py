@@ -50,6 +50,8 @@ def demo(
         reference = outcome.reference
         documents.append({"title": options.title, "model": options.model, **outcome.document()})
         if outcome.stopped or reference is None:
+            if as_json:
+                print_json({"parts": documents, "problems": problems})
             return INTERRUPTED
         allowed = largest_difference or LARGEST_DIFFERENCES[options.sizes.get("dtype", "float32")]
         found = _find_problems(outcome.record, reference, allowed)

@@ -51,6 +51,39 @@ def test_the_words_are_phase_candidates_best_step_bound_and_seconds_left():
     assert describe(Progress(), elapsed_s=9.0, left_s=-4.0) == "starting · 0 s left"
 
 
+@pytest.mark.parametrize(
+    ("width", "words"),
+    [
+        (100, "planning on one mesh in 16 microbatches, mesh (2, 4) · best step 12.3 ms · bound 12.0 ms · 39 s left"),
+        (98, "planning on one mesh in 16 microbatches, mesh (2, 4) · best step 12.3 ms · 39 s left"),
+        (80, "planning on one mesh in 16 microbatches, mesh (… · best step 12.3 ms · 39 s left"),
+        (58, "planning on one mesh in 1… · best step 12.3 ms · 39 s left"),
+        (20, "… · best step 12.3 ms · 39 s left"),
+    ],
+)
+def test_a_narrow_terminal_has_the_best_step_and_the_seconds_whole(width, words):
+    now = Progress(
+        phase="planning on one mesh in 16 microbatches",
+        at="mesh (2, 4)",
+        bounded=120,
+        dropped=88,
+        best_s=0.0123,
+        bound_s=0.012,
+    )
+    assert describe(now, elapsed_s=20.0, left_s=39.2, width=width) == words
+
+
+def test_the_line_ends_with_the_seconds_at_the_last_column_of_a_terminal():
+    console = Console(width=60, legacy_windows=False)
+    line = _Line(console)
+    line.hear(
+        Progress(phase="planning on one mesh in 16 microbatches", at="mesh (2, 4)", best_s=0.5, seconds_left=60.0)
+    )
+    drawn = line.draw()
+    assert drawn.cell_len == 60
+    assert drawn.plain.endswith("… · best step 500 ms · 60 s left")
+
+
 def test_the_line_is_drawn_while_nothing_is_reported_and_is_gone_at_the_end():
     terminal = _Terminal()
     console = Console(file=terminal, force_terminal=True, width=100, legacy_windows=False)

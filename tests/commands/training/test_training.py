@@ -211,6 +211,16 @@ def test_ctrl_c_in_the_first_part_of_the_demo_ends_it_with_status_130(capsys):
     assert "pipeline ───" not in capsys.readouterr().out
 
 
+def test_ctrl_c_in_the_demo_prints_the_document_of_what_was_done(capsys):
+    parts = small_demo()
+    for options in parts:
+        options.json = True
+    assert demo.demo(parts, as_json=True, **stop_in("autopar")) == 130
+    found = json.loads(capsys.readouterr().out)
+    assert violations(found, schema_at(schema_of("demo"))) == []
+    assert [part["stopped_by"] for part in found["parts"]] == ["Ctrl-C"]
+
+
 @pytest.mark.slow
 def test_the_demo_as_make_demo_runs_it():
     process = start("demo", "--steps", "10")
