@@ -341,10 +341,10 @@ def words_of(array: jax.Array) -> jax.Array:
     return getattr(array, "_base_array", array)
 
 
-COPIES_BRANCHES = jax.__version_info__ < (0, 12)  # whether XLA copies what the branches of a cond write over
+COPIES_BRANCHES = MOVES_FACTORS = jax.__version_info__ < (0, 12)
+WRITES_TURNED = not COPIES_BRANCHES  # what XLA does: see those who ask
 THREEFRY = "threefry2x32"
-HASHES = (THREEFRY, "threefry4x32", "philox2x32", "philox4x32")
-"""Generators whose bits are hashes of a key and a position."""
+HASHES = (THREEFRY, "threefry4x32", "philox2x32", "philox4x32")  # their bits are hashes of a key and a position
 
 
 def generator_of(dtype: object) -> str:

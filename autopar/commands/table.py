@@ -57,7 +57,7 @@ class Command:
         try:
             return int(self.find()(options))
         except OutOfMemoryError as error:
-            if options.json:
+            if getattr(options, "json", False):
                 document = importlib.import_module("autopar.commands.plans.document").misfit_document(error)
                 importlib.import_module("autopar.commands.terminal.printing").print_json(document)
             raise

@@ -11,9 +11,7 @@ import dataclasses
 import math
 from typing import Literal
 
-import jax
-
-from autopar.compat import COPIES_BRANCHES
+from autopar.compat import COPIES_BRANCHES, WRITES_TURNED
 from autopar.cost_model.device import Device
 
 Platform = Literal["cpu", "gpu"]
@@ -65,7 +63,7 @@ XLA_CPU = Compiler(
     adds_into_products=False,
     operations_per_byte=math.inf,
     keeps_order=False,
-    writes_turned=jax.__version_info__ >= (0, 12),
+    writes_turned=WRITES_TURNED,
 )
 XLA_GPU = Compiler(
     platform="gpu",

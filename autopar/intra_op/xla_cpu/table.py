@@ -12,9 +12,7 @@ import enum
 import types
 from collections.abc import Hashable, Mapping
 
-import jax
-
-from autopar.compat import JaxprEqn, Literal
+from autopar.compat import MOVES_FACTORS, JaxprEqn, Literal
 from autopar.intra_op.xla_cpu.contraction_orders import Orders, OrdersOf, of_convolution, of_product
 from autopar.rules.primitive_rule import Work
 from autopar.rules.table import RULES
@@ -84,8 +82,6 @@ _KEEPS_ZERO = frozenset(
 )
 _PRODUCTS = frozenset({"mul", "div"})
 _DEAR = {"erfc": 75.0, "tanh": 60.0}
-_MOVES_FACTORS = jax.__version_info__ < (0, 12)
-"""Whether (a * constant) * repeated(b) becomes a * repeated(b * constant): seen in 0.10.2, and no longer in 0.12.0."""
 _ORDERS: Mapping[str, OrdersOf] = {"conv_general_dilated": of_convolution, "dot_general": of_product}
 
 
@@ -138,8 +134,11 @@ def keeps_zero(eqn: JaxprEqn) -> bool:
 
 
 def factor_of(eqn: JaxprEqn) -> Hashable:
-    """The constant factor of a product or quotient, which XLA moves into what the result is multiplied by; None without one."""
-    if not _MOVES_FACTORS or eqn.primitive.name not in _PRODUCTS:
+    """The constant factor of a product or quotient, which XLA moves into what the result is multiplied by; None without one.
+
+    (a * constant) * repeated(b) becomes a * repeated(b * constant) in JAX 0.10.2, and no longer in 0.12.0.
+    """
+    if not MOVES_FACTORS or eqn.primitive.name not in _PRODUCTS:
         return None
     return next(
         ((place, eqn.primitive.name, str(v.val)) for place, v in enumerate(eqn.invars) if isinstance(v, Literal)), None
