@@ -16,7 +16,7 @@ from rich.text import Text
 
 from autopar.explain.report import standard_output
 from autopar.explain.tables import new_table
-from autopar.explain.units import bytes_text, seconds_text
+from autopar.explain.units import bytes_text, percent_text, seconds_text
 from autopar.recording.compare import ComparedPart, Comparison, compare
 from autopar.recording.recorded import KERNEL, Recorded
 from autopar.recording.stragglers import find_stragglers
@@ -63,7 +63,7 @@ def comparison_table(comparison: Comparison, *, most: int | None = None) -> Tabl
 
 
 def operations_table(recorded: Recorded, *, most: int = MOST_OPERATIONS) -> Table:
-    """The operations that took longest, over all devices and calls; in stages each with its task."""
+    """The operations that took longest, over all devices and calls; in stages each with its task; the others as one row."""
     table = new_table(
         "The operations that took longest",
         "operation",
@@ -83,17 +83,23 @@ def operations_table(recorded: Recorded, *, most: int = MOST_OPERATIONS) -> Tabl
         devices.setdefault(one.task, set()).add(one.device)
     program = {(one.task, one.name): one for one in recorded.program}
     rows = {task: len(recorded.detailed) * len(numbers) for task, numbers in devices.items()}
-    for key, seconds in sorted(total.items(), key=lambda row: -sum(row[1]) / rows[row[0][0]])[:most]:
+    of_device = {key: sum(seconds) / rows[key[0]] for key, seconds in total.items()}
+    ordered = sorted(of_device, key=lambda key: -of_device[key])
+    for key in ordered[:most]:
         known = program[key]
         what = _shortened(f"{known.collective} {known.name}" if known.collective else known.name)
         cells = (
             f"{what} in {known.task.replace('_', ' ')}" if known.task else what,
             str(round(times[key] / rows[known.task])),
-            seconds_text(sum(seconds) / rows[known.task]),
+            seconds_text(of_device[key]),
             "-" if known.opcode == KERNEL else bytes_text(known.bytes),
             known.scope,
         )
         table.add_row(*map(Text, cells))
+    if len(ordered) > most:
+        left_s = sum(of_device[key] for key in ordered[most:])
+        share = f"{percent_text(left_s, sum(of_device.values()))} of all operations' time"
+        table.add_row(f"... {len(ordered) - most:,} more", "", seconds_text(left_s), "", share)
     return table
 
 

@@ -2,8 +2,9 @@
 
 In: `Recorded`. Out: JSON in Chrome's trace event format, which Perfetto and chrome://tracing open: a process for each call that
 was looked into, with a row for each mesh of a pipeline and two for each device; for a pipeline another process with the step as
-it was predicted. What was recorded stands under `otherData`, which viewers leave alone, so that the file can be read back. What
-can go wrong: another file; ArgumentError says what this is not.
+it was predicted. What was recorded stands under `otherData`, which viewers leave alone, so that the file can be read back; there
+each execution of an operation is a row of figures, whose first is the operation's place in the program. What can go wrong:
+another file; ArgumentError says what this is not.
 """
 
 from __future__ import annotations
@@ -20,22 +21,28 @@ from autopar.files.json_form import build
 from autopar.files.whole_file import save
 from autopar.pipeline_plan import PipelinePlan
 from autopar.recording.predicted import predicted_spans
-from autopar.recording.recorded import Recorded, RecordedSpan
+from autopar.recording.recorded import Recorded, RecordedOperation, RecordedSpan
 
 Event: TypeAlias = dict[str, object]
-FORMAT = "autopar-recording-1"
+Row: TypeAlias = tuple[int, int, int, float, float, int, int | None]
+FORMAT = "autopar-recording-2"
+_WITH_OBJECTS = "autopar-recording-1"
+"""The format in which each execution of an operation was an object; it is read."""
+_DIGITS = 3
+"""Of microseconds: clocks tell no less than a nanosecond."""
 _PREDICTED = 0
 """The number of the process that shows the predicted step; those of calls are their numbers."""
 
 
 def write_run(recorded: Recorded, path: str | os.PathLike[str]) -> None:
     """Write the file. Raises ArgumentError if that cannot be done."""
-    content = {
-        "displayTimeUnit": "ms",
-        "traceEvents": list(trace_events(recorded)),
-        "otherData": {"format": FORMAT, "recorded": dataclasses.asdict(recorded)},
+    beside = {
+        "format": FORMAT,
+        "recorded": dataclasses.asdict(_without_operations(recorded)),
+        "operations": _rows_of(recorded),
     }
-    save(Path(path), json.dumps(content, indent=1) + "\n")
+    events = ",\n".join(map(_text, trace_events(recorded)))
+    save(Path(path), f'{{"displayTimeUnit": "ms",\n"traceEvents": [\n{events}\n],\n"otherData": {_text(beside)}}}\n')
 
 
 def read_run(path: str | os.PathLike[str]) -> Recorded:
@@ -44,10 +51,12 @@ def read_run(path: str | os.PathLike[str]) -> Recorded:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
         beside = content["otherData"]
         version = beside["format"]
-        found = build(Recorded, beside["recorded"]) if version == FORMAT else None
+        found = build(Recorded, beside["recorded"]) if version in (FORMAT, _WITH_OBJECTS) else None
+        if found is not None and version == FORMAT:
+            found = _with_operations(found, beside["operations"])
     except OSError as error:
         raise ArgumentError(f"cannot read {path}: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, IndexError):
         raise ArgumentError(
             f"{path} is no recording of autopar: run.save(FILE) of `with autopar.record(step) as run`, or `autopar train "
             "--timeline FILE`, writes one"
@@ -55,6 +64,48 @@ def read_run(path: str | os.PathLike[str]) -> Recorded:
     if found is None:
         raise ArgumentError(f"{path} is a recording in the format {version!r}; this version reads {FORMAT!r}")
     return found
+
+
+def _text(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def _without_operations(recorded: Recorded) -> Recorded:
+    return dataclasses.replace(recorded, operations=())
+
+
+def _rows_of(recorded: Recorded) -> list[Row]:
+    """A row for each execution: the place of its operation in the program, call, device, start, end, and what is rare."""
+    places = {(one.task, one.name): place for place, one in enumerate(recorded.program)}
+    return [
+        (
+            places[one.task, one.name],
+            one.call,
+            one.device,
+            one.start_s,
+            one.end_s,
+            int(one.goes_on),
+            one.microbatch,
+        )
+        for one in recorded.operations
+    ]
+
+
+def _with_operations(recorded: Recorded, rows: Sequence[Row]) -> Recorded:
+    operations = tuple(
+        RecordedOperation(
+            call=call,
+            name=recorded.program[place].name,
+            device=device,
+            start_s=start_s,
+            end_s=end_s,
+            goes_on=bool(goes_on),
+            task=recorded.program[place].task,
+            microbatch=microbatch,
+        )
+        for place, call, device, start_s, end_s, goes_on, microbatch in rows
+    )
+    return dataclasses.replace(recorded, operations=operations)
 
 
 def trace_events(recorded: Recorded) -> Iterator[Event]:
@@ -137,7 +188,7 @@ def _of_operations(recorded: Recorded, call: int) -> Iterator[Event]:
             "tid": rows[recorded.mesh(one), one.device] + bool(known.collective),
             "name": one.name,
             "cat": known.collective or "compute",
-            "ts": one.start_s * 1e6,
-            "dur": one.seconds * 1e6,
+            "ts": round(one.start_s * 1e6, _DIGITS),
+            "dur": round(one.seconds * 1e6, _DIGITS),
             "args": arguments,
         }

@@ -117,6 +117,8 @@ def test_a_file_from_before_operations_had_tasks_is_still_read(tmp_path):
     RecordedRun(on_one_mesh()).save(file)
     content = json.loads(file.read_text())
     recorded = content["otherData"]["recorded"]
+    content["otherData"] = {"format": "autopar-recording-1", "recorded": recorded}
+    recorded["operations"] = [dataclasses.asdict(one) for one in on_one_mesh().operations]
     for one in (*recorded["operations"], *recorded["program"]):
         del one["task"]
     for one in recorded["operations"]:

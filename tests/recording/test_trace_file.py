@@ -1,5 +1,6 @@
 """A recording is kept whole in a file that trace viewers open."""
 
+import dataclasses
 import json
 
 import pytest
@@ -14,6 +15,17 @@ def test_a_file_gives_back_what_was_recorded(make, tmp_path):
     file = tmp_path / "run.json"
     RecordedRun(make()).save(file)
     assert RecordedRun.load(file).data == make()
+
+
+def test_an_execution_takes_a_line_of_the_trace_and_a_few_figures_beside_it(tmp_path):
+    file, run = tmp_path / "run.json", on_one_mesh()
+    RecordedRun(run).save(file)
+    few, lines = file.stat().st_size, len(file.read_text().splitlines())
+    times = 50
+    RecordedRun(dataclasses.replace(run, operations=run.operations * times)).save(file)
+    more = (times - 1) * len(run.operations)
+    assert len(file.read_text().splitlines()) - lines == more
+    assert (file.stat().st_size - few) / more < 220
 
 
 def events_of(recorded, tmp_path):
@@ -43,7 +55,7 @@ def test_stages_are_shown_as_measured_and_as_predicted(tmp_path):
     assert arrows["s"] == arrows["f"]
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"otherData": {"format": "autopar-recording-1", "recorded": {}}}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"otherData": {"format": "autopar-recording-2", "recorded": {}}}'])
 def test_another_file_is_refused_with_what_writes_one(text, tmp_path):
     file = tmp_path / "other.json"
     file.write_text(text)
@@ -54,7 +66,7 @@ def test_another_file_is_refused_with_what_writes_one(text, tmp_path):
 def test_a_file_of_another_version_and_one_that_is_missing_are_told_apart(tmp_path):
     file = tmp_path / "run.json"
     file.write_text('{"otherData": {"format": "autopar-recording-0"}}')
-    with pytest.raises(ArgumentError, match="'autopar-recording-0'; this version reads 'autopar-recording-1'"):
+    with pytest.raises(ArgumentError, match="'autopar-recording-0'; this version reads 'autopar-recording-2'"):
         RecordedRun.load(file)
     with pytest.raises(ArgumentError, match=r"cannot read .*none.json: No such file"):
         RecordedRun.load(tmp_path / "none.json")

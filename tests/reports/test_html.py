@@ -3,11 +3,13 @@
 import dataclasses
 import html
 import html.parser
+import itertools
 import re
 import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from autopar.__main__ import main
@@ -217,6 +219,22 @@ def test_a_limit_above_the_peak_is_within_the_picture(factor):
     text = charts.area("memory", [2**33, 2**34], limit=int(factor * 2**34))
     assert text.count(">limit<") == (2 if factor < 3 else 0)
     assert text.count("% of the step") == 2
+
+
+@pytest.mark.parametrize("letters", [5, 25, 38])
+def test_labels_of_an_axis_do_not_touch_however_long_the_names_of_rows_are(letters):
+    text = charts.stacked_bars("parts", [("n" * letters, [0.23])], ["compute"])
+    wide, narrow = (
+        re.findall(r'text-anchor: middle[^>]* x="([\d.]+)"[^>]*>([^<]*)<', part)
+        for part in text.split('class="narrow"')
+    )
+    assert len(wide) >= len(narrow) >= 2
+    for labels in (wide, narrow):
+        places = [float(place) for place, _ in labels]
+        letter = 5.5  # pixels of a letter of 9 points, about
+        for (a, b), (x, y) in zip(itertools.pairwise(labels), itertools.pairwise(places), strict=True):
+            assert y - x > letter * (len(a[1]) + len(b[1])) / 2
+        assert places == pytest.approx(np.linspace(places[0], places[-1], len(places)).tolist())
 
 
 def test_a_wide_clock_says_that_it_scrolls_and_devices_of_several_nodes_lie_apart():

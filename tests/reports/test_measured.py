@@ -9,7 +9,7 @@ from autopar import RecordedRun
 from autopar.errors import ArgumentError
 from autopar.plan import Plan
 from autopar.reports.measured import draw_row
-from tests.recording.recordings import PLAN, STAGES, in_stages, on_one_mesh, span
+from tests.recording.recordings import PLAN, PRODUCT, STAGES, in_stages, on_one_mesh, ran, span
 
 
 def test_the_report_draws_the_predicted_pipeline_above_the_measured_one_to_one_scale(capsys):
@@ -59,3 +59,26 @@ def test_a_recording_of_another_plan_is_refused():
         other.html(recorded=RecordedRun(on_one_mesh()))
     with pytest.raises(ArgumentError, match="Show it with that one, or record this one"):
         STAGES.show(recorded=RecordedRun(on_one_mesh()))
+
+
+def of_many_operations(times: int):
+    """A recording in which compute and an all-reduce take turns, with a long operation in the middle of them."""
+    names = ["dot.1" if n % 2 else "psum.2" for n in range(times)]
+    short = [ran(name, 0, n * 6 / times, (n + 0.5) * 6 / times) for n, name in enumerate(names)]
+    return on_one_mesh(operations=(*short, ran("dot.1", 1, 2.0, 3.0)))
+
+
+def test_the_picture_of_devices_has_a_block_for_each_moment_at_the_most():
+    page = PLAN.html(recorded=RecordedRun(of_many_operations(40_000)))
+    picture = re.search(r'aria-label="measured-devices".*?</svg>', page, re.DOTALL)[0]
+    assert 10 < picture.count("<path") < 1_100
+
+
+def test_of_more_operations_than_a_table_has_rows_the_last_one_has_the_share_of_the_others():
+    program = tuple(dataclasses.replace(PRODUCT, name=f"dot.{n}") for n in range(12))
+    operations = tuple(ran(f"dot.{n}", 0, n, n + (3 if n < 8 else 1)) for n in range(12))
+    text = str(RecordedRun(on_one_mesh(program=program, operations=operations)))
+    (row,) = (line for line in text.splitlines() if line.startswith("... "))
+    assert re.fullmatch(r"\.\.\. 4 more +4\.00 ms +14% of all operations' time", row)
+    fewer = str(RecordedRun(on_one_mesh(program=program[:8], operations=operations[:8])))
+    assert "more" not in fewer[fewer.index("The operations that took longest") :]

@@ -7,6 +7,7 @@ is text. What can go wrong: ids that two charts share; each chart is drawn under
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +35,8 @@ WIDE, NARROW = 9.6, 4.0
 """Inches of a chart in a wide and in a narrow window."""
 _ENTRY, _CHARACTER = 0.4, 0.075
 """Inches of a legend's entry beside its text, and of a character."""
+_BETWEEN_TICKS = 8.0
+"""Pixels, of 72 to the inch, that lie at least between two labels of an axis; a browser's letters are wider than matplotlib's."""
 
 Draw = Callable[[Axes], None]
 Bar = tuple[str, Sequence[float]]
@@ -102,6 +105,21 @@ def gantt(name: str, rows: Sequence[tuple[str, Sequence[Block]]], legend: Sequen
     return f'<div class="scrolled gantt">{_draw(name, draw, WIDE, 0.9 + 0.26 * len(rows), legend)}</div>'
 
 
+def _thin_ticks(figure: Figure, axes: Axes) -> None:
+    """Leave out every second tick across while labels come too close."""
+    while True:
+        figure.draw_without_rendering()
+        low, high = axes.get_xlim()
+        ticks = [tick for tick in axes.get_xticks() if low <= tick <= high]
+        boxes = [
+            label.get_window_extent() for label in axes.get_xticklabels() if low <= label.get_position()[0] <= high
+        ]
+        between = _BETWEEN_TICKS * figure.dpi / 72
+        if len(ticks) <= 2 or all(one.x1 + between <= next_.x0 for one, next_ in itertools.pairwise(boxes)):
+            return
+        axes.set_xticks(ticks[::2])
+
+
 def _units(axes: Axes, *, bytes_: bool) -> None:
     text = bytes_text if bytes_ else seconds_text
     axes.xaxis.set_major_formatter(lambda value, _: text(max(value, 0)))
@@ -139,6 +157,7 @@ def _draw(name: str, draw: Draw, width: float, height: float, legend: Sequence[s
                 handlelength=1.0,
                 columnspacing=1.2,
             )
+        _thin_ticks(figure, axes)
         figure.savefig(
             stream,
             format="svg",
