@@ -2,7 +2,8 @@
 
 In: the step and lists of clusters and numbers of devices. Out: a row per combination, fastest first, and which of them is the
 fastest, needs the fewest device-seconds, and costs least where the cluster files state a price. What can go wrong: nothing fits
-on a cluster. Its row says so, and the others are planned all the same.
+on a cluster. Its row says so, and the others are planned all the same. A signal ends the search that is under way with the best
+plan that it has, and no other begins; the rows until then are printed.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from collections.abc import Callable, Iterator, Sequence
 from rich.table import Table
 from rich.text import Text
 
+from autopar.api import ParallelStep
 from autopar.commands.arguments.subject import Subject, find_subject
 from autopar.commands.plans.parallel import count_devices, count_devices_of_nodes, make_parallel
 from autopar.commands.plans.plan import plan_step
+from autopar.commands.terminal.interruption import interruptible
 from autopar.commands.terminal.live_line import live_line
 from autopar.commands.terminal.printing import new_table, print_json
 from autopar.cost_model.hardware import find_cluster
@@ -61,16 +64,15 @@ class Ranked:
 
 
 def rank(options: argparse.Namespace) -> int:
-    """Run `rank`; 0 if the step fits at least one of the clusters."""
+    """Run `rank`; 0 if the step fits at least one of the clusters. A signal leaves the rows until then."""
     with live_line(options.verbose):
         enter("building the model")
         subject = find_subject(options.model, options.sizes)
         pairs = [(cluster, count) for cluster in options.clusters for count in _counts(cluster, options)]
-        rows = []
-        for number, (cluster, count) in enumerate(pairs, 1):
-            enter(f"{count} device{'s' * (count > 1)} of {cluster}, {number} of {len(pairs)}")
-            rows.append(_plan_on(subject, cluster, count, options))
-        rows.sort(key=_seconds)
+        ranking = _Ranking(subject, options)
+        with interruptible(ranking.stop) as interruption:
+            ranking.plan_on_all(pairs)
+    rows = sorted(ranking.rows, key=_seconds)
     if options.json:
         print_json({"model": options.model, "rows": [dataclasses.asdict(row) for row in rows]})
     else:
@@ -78,6 +80,7 @@ def rank(options: argparse.Namespace) -> int:
         console.print(make_table(rows))
         for sentence in describe_best(rows):
             console.print(f"- {sentence}", markup=False, highlight=False)
+    interruption.finish(f"{len(rows)} of {len(pairs)} combinations were planned")
     return 0 if any(row.step_s is not None for row in rows) else NOTHING_FITS
 
 
@@ -90,13 +93,38 @@ def _counts(cluster: str, options: argparse.Namespace) -> list[int]:
     return list(dict.fromkeys(map(count_devices, asked)))
 
 
-def _plan_on(subject: Subject, cluster: str, count: int, options: argparse.Namespace) -> Ranked:
-    """Plan for one cluster and number of devices."""
-    asked = argparse.Namespace(**{**vars(options), "cluster": cluster})
-    try:
-        found = plan_step(make_parallel(subject.step, count, asked), subject, asked)
-    except AutoparError as error:
-        return Ranked(cluster=cluster, devices=count, reason=str(error))
+class _Ranking:
+    """The rows that are planned so far, and the step whose search is under way."""
+
+    def __init__(self, subject: Subject, options: argparse.Namespace) -> None:
+        self.rows: list[Ranked] = []
+        self._subject, self._options, self._is_stopped = subject, options, False
+        self._step: ParallelStep | None = None
+
+    def stop(self) -> bool:
+        """End the search that is under way, and begin no other; whether there is something to print."""
+        self._is_stopped = True
+        return (self._step is not None and self._step.stop_planning()) or bool(self.rows)
+
+    def plan_on_all(self, pairs: Sequence[tuple[str, int]]) -> None:
+        """Add a row for each cluster and number of devices, until it is stopped."""
+        for number, (cluster, count) in enumerate(pairs, 1):
+            if self._is_stopped:
+                return
+            enter(f"{count} device{'s' * (count > 1)} of {cluster}, {number} of {len(pairs)}")
+            asked = argparse.Namespace(**{**vars(self._options), "cluster": cluster})
+            self.rows.append(self._plan_on(cluster, count, asked))
+
+    def _plan_on(self, cluster: str, count: int, asked: argparse.Namespace) -> Ranked:
+        try:
+            self._step = make_parallel(self._subject.step, count, asked)
+            return _row(cluster, count, plan_step(self._step, self._subject, asked))
+        except AutoparError as error:
+            return Ranked(cluster=cluster, devices=count, reason=str(error))
+
+
+def _row(cluster: str, count: int, found: Plan | PipelinePlan) -> Ranked:
+    """The row of a plan."""
     device_s, price = found.step_s * count, find_cluster(cluster).usd_per_device_hour
     return Ranked(
         cluster=cluster,

@@ -1,9 +1,11 @@
 """`rank`: its rows are what `plan` finds for each cluster and number of devices, in order, with their prices."""
 
 import json
+import signal
 
 import pytest
 
+from autopar.commands.plans import rank
 from autopar.cost_model.cluster_files import cluster_to_json
 from autopar.cost_model.hardware import find_cluster
 from autopar.explain.units import seconds_text
@@ -116,3 +118,31 @@ def test_the_log_counts_the_combinations(capsys):
     said = [line.partition(" INFO ")[2] for line in capsys.readouterr().err.splitlines()]
     assert "1 device of p3.16xlarge, 1 of 4" in said
     assert "2 devices of dgx-h100, 4 of 4" in said
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_leaves_the_rows_that_were_planned(number, status, capsys, monkeypatch):
+    plan_step, calls = rank.plan_step, []
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            signal.raise_signal(number)
+        return plan_step(*args)
+
+    monkeypatch.setattr(rank, "plan_step", interrupted)
+    argv = ("rank", "mlp", *SMALL, "--clusters", "dgx-h100", "--devices", "1,2,4", "--json")
+    try:
+        ended = run(*argv)
+    except SystemExit as ending:
+        ended = ending.code
+    printed = capsys.readouterr()
+    assert ended == status
+    assert sorted(row["devices"] for row in json.loads(printed.out)["rows"]) == [1, 2]
+    assert "2 of 3 combinations were planned" in printed.err
+
+
+def test_a_signal_before_a_row_leaves_nothing(capsys, monkeypatch):
+    monkeypatch.setattr(rank, "make_parallel", lambda *_: signal.raise_signal(signal.SIGINT))
+    assert run("rank", "mlp", *SMALL, "--clusters", "dgx-h100", "--devices", "1,2", "--json") == 130
+    assert capsys.readouterr().out == ""
