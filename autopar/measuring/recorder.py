@@ -64,6 +64,10 @@ def record(
     run.why_not = f"nothing was recorded: {step.signature.name} was not called in the block, or by another object"
 
 
+OTHER_PLAN = "calls with arguments of other shapes or types, which run under another plan"
+"""What is missing of a recording whose step got other arguments, among them a state that is no longer weakly typed."""
+
+
 @dataclasses.dataclass(eq=False)
 class _Call:
     """A call under way."""
@@ -114,7 +118,7 @@ class _Recorder:
         if self._compiled is None:
             self._compiled = run.compiled
         if run.compiled is not self._compiled:
-            self._missing["calls with arguments of other shapes, which run under another plan"] = None
+            self._missing[OTHER_PLAN] = None
         return run.compiled is self._compiled
 
     def _begin(self, run: StepRun, values: Sequence[object]) -> None:

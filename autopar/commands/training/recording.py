@@ -15,7 +15,7 @@ from rich.console import Console
 
 from autopar.api import ParallelStep
 from autopar.commands.arguments.checks import RECORDED_STEP
-from autopar.measuring.recorder import record
+from autopar.measuring.recorder import OTHER_PLAN, record
 from autopar.recording.run import RecordedRun
 
 TIMED_STEPS = 6
@@ -38,7 +38,7 @@ class Recorder:
     def write(self, path: Path, console: Console) -> None:
         """Write the trace and print what it says, if the run came so far."""
         if self.run.recorded is None or not self.run.recorded.detailed:
-            console.print(f"no timeline: the run was stopped before step {RECORDED_STEP}")
+            console.print(f"no timeline: {self._why_not()}", markup=False, highlight=False, soft_wrap=True)
             return
         self.run.save(path)
         console.print(str(self.run), markup=False, highlight=False)
@@ -47,3 +47,11 @@ class Recorder:
             markup=False,
             highlight=False,
         )
+
+    def _why_not(self) -> str:
+        if self.run.recorded is not None and OTHER_PLAN in self.run.recorded.missing:
+            return (
+                f"step {RECORDED_STEP} got a state of other types than the first one, such as an array that was made of a Python "
+                "number, and ran under another plan; make it with a dtype"
+            )
+        return f"the run was stopped before step {RECORDED_STEP}"
