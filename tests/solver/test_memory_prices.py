@@ -60,6 +60,23 @@ def test_prices_reach_the_best_bound_that_prices_can(seed: int) -> None:
     assert not rough.is_exact
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_the_bound_of_searches_that_leave_a_gap_is_one(seed: int) -> None:
+    """A search that takes the dearer choice of some nodes says by how much it may exceed the optimum."""
+    costs, row = knapsack(12, seed=seed)
+    limit, random = 0.5 * row.used([0] * 12), np.random.default_rng(seed)
+
+    def solve_roughly(priced: Costs) -> Found:
+        is_dearer = random.random(12) < 0.2
+        choice = {v: int(np.argmax(cost) if is_dearer[v] else np.argmin(cost)) for v, cost in priced.nodes.items()}
+        least = sum(float(cost.min()) for cost in priced.nodes.values())
+        return Found(choice, priced.value(choice) - least)
+
+    problem = ChoiceProblem(costs=Costs.of(costs, {}), rows=[row], limit_bytes=limit)
+    priced = price_memory(problem, [(0,) * 12], 0.0, solve=solve_roughly)
+    assert 12.0 < priced.lower_bound_s <= best_dual(costs, row, limit) * (1 + 1e-9)
+
+
 def test_prices_that_bring_a_choice_that_is_known_are_not_tried_again() -> None:
     """A quick search leaves a gap, and finds the same at the same prices: all further rounds would be like this one."""
     costs, row = knapsack(12)
