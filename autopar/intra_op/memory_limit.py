@@ -183,7 +183,8 @@ class _LimitSearch:
         is above the limit, twice as far each time, and below what the rows say of that choice, which would be found again; and
         halfway back where no choice keeps the rows, or only slower ones do than are looked for: these say nothing of what the
         memory holds. Where nothing keeps even the first limit of the rows, there is nothing to repeat. Where there are other ways
-        to run the step, the search also ends if a peak would have to be closer to what all choices need by the rows than any is.
+        to run the step, the search also ends if a peak would have to be much closer to what all choices need by the rows than any
+        is.
         """
         row_limit, too_low = self.highest_bytes, 0.0
         least: int | None = None
@@ -197,7 +198,7 @@ class _LimitSearch:
             if isinstance(found, DoesNotFit | Unfinished | CutOff | NotSearched) and row_limit < self.highest_bytes:
                 known = found.least_bytes if isinstance(found, DoesNotFit) else 0.0
                 too_low = max(row_limit, min(known, self.highest_bytes))
-                if self.has_other_ways and known > self._most_used():
+                if self.has_other_ways and known > self._most_used(TUNING.unseen_part):
                     break
                 row_limit = (too_low + self.highest_bytes) / 2
                 continue
@@ -248,9 +249,11 @@ class _LimitSearch:
         """Bytes per device that a choice needs by the rows."""
         return float(self.problem.spans.used_by(np.asarray(numbers)).max())
 
-    def _most_used(self) -> float:
-        """What a choice may need by the rows so that its peak may be within the limit, by what those met require above them."""
-        return TUNING.met_part * self.limit_bytes - min(self._above_rows, default=-math.inf)
+    def _most_used(self, part: float = 1.0) -> float:
+        """What a choice may need by the rows so that its peak may be within the limit, by this part of what those met require
+        above them.
+        """
+        return TUNING.met_part * self.limit_bytes - part * min(self._above_rows, default=-math.inf)
 
     def find_met(self, copy_spans: Sequence[int | None]) -> Fits | None:
         """The fastest choice met on the way whose peak is within the limit: of some the rows say more than they need.

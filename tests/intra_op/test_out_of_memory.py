@@ -182,18 +182,23 @@ def test_no_limit_of_rows_is_tried_below_what_is_known_to_be_needed(monkeypatch)
 
 
 @pytest.mark.parametrize("has_other_ways", [True, False])
-def test_the_search_ends_where_what_all_need_leaves_no_room_for_what_peaks_have_above_it(monkeypatch, has_other_ways):
-    """A peak within 32 of a choice that needs 30 by the rows would have 2 above them, where one that was met has 5.
+@pytest.mark.parametrize(("least", "is_hopeless"), [(30.0, False), (30.5, True)])
+def test_the_search_ends_where_what_all_need_leaves_no_room_for_half_of_what_peaks_have_above_it(
+    monkeypatch, least, is_hopeless, has_other_ways
+):
+    """Of two percent above 32 a choice that needs 30.5 by the rows leaves 2.1, and one that was met has 5 above them.
 
-    Where there is no other way to run the step, there may be such a choice all the same.
+    One that needs less may have less above them than the few that were met: a Wide-ResNet on 8 V100s was left in 24 microbatches
+    after one such choice, and is 5 % slower in 32. Where there is no other way to run the step, nothing is left.
     """
     problem, rows = fast_or_small()
-    asked = choose_in_turn(monkeypatch, ONE_SLOW, DoesNotFit(30.0), ALL_SLOW)
+    asked = choose_in_turn(monkeypatch, ONE_SLOW, DoesNotFit(least), ALL_SLOW)
     found = choose_within_limit(
         problem, Memory(rows, unseen=lambda copy_span: 5), 32, free=FREE, has_other_ways=has_other_ways
     )
-    assert (found == TooLarge(36, is_settled=False)) == has_other_ways
-    assert len(asked) == (2 if has_other_ways else 3)
+    is_left = is_hopeless and has_other_ways
+    assert (found == TooLarge(36, is_settled=False)) == is_left
+    assert len(asked) == (2 if is_left else 3)
 
 
 @pytest.mark.parametrize("has_other_ways", [True, False])
