@@ -126,8 +126,7 @@ class BestStages:
     @property
     def least_s(self) -> Mapping[Timetable, float]:
         """Seconds that the given-up timetables take at least, by the costs when they were solved."""
-        known = ((way, self.outcomes.get(way)) for way in self.ways)
-        return {way: outcome.at_least_s for way, outcome in known if isinstance(outcome, SlowerStages)}
+        return {way: one.at_least_s for way in self.ways if isinstance(one := self.outcomes.get(way), SlowerStages)}
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -158,9 +157,10 @@ class BestStages:
         """Note that costs have changed."""
         self._current.clear()
 
-    def limit_to(self, limit_bytes: float, budget: Budget) -> None:
-        """From now on, stages have so many bytes per device, fewer than before, and so much time; what was known is a promise."""
-        self._rules, self._budget = dataclasses.replace(self._rules, limit_bytes=limit_bytes), budget
+    def choose_by(self, rules: StageRules, budget: Budget) -> None:
+        """From now on, choose by these stricter rules, in so much time; what was known of the same submeshes is a promise."""
+        self.outcomes = self.outcomes if rules.options == self._rules.options else {}
+        self._rules, self._budget = rules, budget
         self.outdate()
 
     def solve_promising(self) -> None:

@@ -80,12 +80,12 @@ class LayerCosts:
         self._devices = max(self._options)
         self._examples = max(microbatch_counts(loop.traced))
         at_first = first_sizes(
-            {*map(math.prod, options)}, len(self._places) + 1, request, smallest_first=smallest_first
+            {*map(math.prod, options)}, len(self._places) + 1, request.cluster, smallest_first=smallest_first
         )
         at_first |= {self._devices} if of_a_kind else set()
         self._are_all = not (smallest_first or of_a_kind)
         self._sizes = {count: at_first}
-        self._tables: dict[tuple[int, tuple[float, ...], bool], CostTable] = {}
+        self._tables: dict[tuple[int, tuple[Submesh, ...], tuple[float, ...], bool], CostTable] = {}
         self._known: dict[tuple[int, int, int], LayerFigures | None] = {}
         self._sent_once: dict[int, np.ndarray] = {}
         self._sent_s: dict[tuple[float, int], tuple[float, float]] = {}
@@ -157,7 +157,7 @@ class LayerCosts:
         `shares`: for each of them, in order, all submeshes are options; backward takes this part of a forward more, and makes
         again as much of what forward made. `split`: backward is split in two.
         """
-        key = (count, tuple(shares), split)
+        key = (count, tuple(options), tuple(shares), split)
         if key not in self._tables:
             all_sizes = {*map(math.prod, options)}
             for planned, sizes in self._sizes.items():

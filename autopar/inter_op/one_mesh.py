@@ -71,7 +71,7 @@ def plan_on_one_mesh(
         first = attempts.plan_first(cut_into_microbatches(step, least), repeated, excess if step is traced else None)
     far = attempts.shared.excess
     if first is None and promising is not None and promising.microbatches in counts[1:]:
-        _plan_promising(attempts, step, counts[1:], repeated, promising)
+        _plan_promising(attempts, step, counts[1:], repeated, promising, is_last=beat_s < math.inf)
     if not attempts.is_dear() or (isinstance(first, Beaten) and first.step_s is None):
         return attempts.best()
     roomier = 1.0 if beat_s == math.inf else tuning.roomier_mesh
@@ -88,11 +88,18 @@ def plan_on_one_mesh(
 
 
 def _plan_promising(
-    attempts: Attempts, step: TracedStep, counts: Sequence[int], repeated: Repeated | None, promising: Promising
+    attempts: Attempts,
+    step: TracedStep,
+    counts: Sequence[int],
+    repeated: Repeated | None,
+    promising: Promising,
+    *,
+    is_last: bool,
 ) -> None:
-    """Plan the way that looks best, and then fewer microbatches, early and as long as they are faster: sums may have too many.
+    """Plan the way that looks best, and then fewer microbatches as long as they are faster: sums may have too many.
 
-    Where it does forward work again, and `repeated` does not say how, that is all of it.
+    They are planned early, or while there is time if one mesh is the last to be planned (`is_last`). Where the way does forward
+    work again, and `repeated` does not say how, that is all of it.
     """
     attempts.prefer(promising.meshes)
     if promising.recompute and repeated is None:
@@ -101,7 +108,8 @@ def _plan_promising(
     for count in reversed([count for count in counts if count <= promising.microbatches]):
         _Ways(attempts, step, (count,), repeated).explore(1.0)
         fastest = attempts.fastest()
-        if fastest is None or fastest.plan.num_microbatches != count or not attempts.is_early:
+        has_time = not attempts.is_over if is_last else attempts.is_early
+        if fastest is None or fastest.plan.num_microbatches != count or not has_time:
             return
 
 
@@ -227,7 +235,7 @@ class _Ways:
         """Plan the number in which plans without a limit should fit, and go on to the first that does, as long as there is time.
 
         `excess`: how many times the memory that is left for temporaries those of the step in one microbatch take. `roomier`:
-        begin with so many times more.
+        begin with so many times more, unless that is beaten.
         """
         place, last = self._place_of(roomier * excess), self._place_of(excess) - 1
         here, is_first = None, True
@@ -241,6 +249,9 @@ class _Ways:
                 return
             further = self._counts[place] * self._attempts.shared.excess
             place = max(place + 1, self._place_of(further) if math.isfinite(further) else place + 1)
+        usual = self._place_of(excess)
+        if isinstance(here, Beaten) and usual < last and usual not in self._tried:
+            here, last = self._plan(usual), usual
         if isinstance(here, PlannedStep):
             self._fitting, self._next, self._has_gap = last, place, last > failed + 1
 

@@ -6,6 +6,8 @@ and reduce gradients in less time than they work (`Tuning.held`, `Tuning.reduced
 Elsewhere they are searched first: the search prices one stage too, and if that is far slower, one mesh is not planned. So it is
 where a step is far too large to run as it is, however it is divided (`far_excess`, `Tuning.many`, `many_across`): one mesh needs
 many microbatches then, each number of which takes as long to plan as all stages, and has what the stages leave of the clock.
+One stage may promise most there by the sum of its layers, and not keep it: several stages that promise about as much are planned
+before one mesh (`squeezed`).
 
 When stages may pay:
 
@@ -26,6 +28,7 @@ import dataclasses
 import functools
 import math
 import time
+from collections.abc import Callable
 
 from autopar.errors import ConstraintError, OutOfMemoryError, UnsupportedProgramError
 from autopar.inter_op.attempts import Slower, bytes_held
@@ -47,6 +50,9 @@ from autopar.solver.budget import LateError
 
 REPEATED_FORWARD = 4 / 3
 """Work of a step that does forward work again in backward, over that of one that keeps it: forward is a third of the latter."""
+
+_ONE_MESH_MAY = (ConstraintError, OutOfMemoryError, UnsupportedProgramError)
+"""What stages cannot be planned for, and one mesh may be: its plan reports what neither can do."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -92,6 +98,20 @@ class _OneOrStages:
             tuning=self.tuning,
         )
 
+    def plan_several(
+        self, none_found: OneStage, *, beat_s: float, worth_s: float = math.inf, instead: PlannedStep | None = None
+    ) -> SearchedPipeline | OneStage:
+        """The best of several stages, where one stage promises more; `instead`: the plan that they have to beat.
+
+        `beat_s`: see `search_pipeline`. `worth_s`: stages that promise to take longer are not planned as wholes.
+        """
+        if none_found.several is None:
+            return OneStage()
+        try:
+            return none_found.several(beat_s, worth_s, instead is not None)
+        except _ONE_MESH_MAY:
+            return OneStage()
+
     def search_stages(self, *, beat_s: float | None = None) -> SearchedPipeline | OneStage:
         """The best pipeline of several stages; `OneStage` if there is none, or none better than one stage.
 
@@ -104,7 +124,7 @@ class _OneOrStages:
             return search_pipeline(
                 self.traced, self.wishes, self.request, devices=self.devices, beat_s=beat_s, tuning=self.tuning
             )
-        except (ConstraintError, OutOfMemoryError, UnsupportedProgramError):
+        except _ONE_MESH_MAY:
             return OneStage()
 
 
@@ -130,6 +150,12 @@ def _is_for_one_mesh(comparison: _OneOrStages) -> bool:
     nodes, per_node = machine_shape(comparison.request.cluster, comparison.devices)
     if nodes > 1 and not _nodes_exchange_little(comparison, nodes, per_node):
         return False  # and so the excess, which takes seconds for a deep model, need not be known
+    return _needs_few_microbatches(comparison)
+
+
+def _needs_few_microbatches(comparison: _OneOrStages) -> bool:
+    """Whether the temporaries of one mesh exceed its memory by little, so that it is soon planned."""
+    nodes, _ = machine_shape(comparison.request.cluster, comparison.devices)
     most = comparison.tuning.many if nodes == 1 else comparison.tuning.many_across
     return (comparison.excess or 0.0) <= most
 
@@ -149,39 +175,59 @@ def _nodes_exchange_little(comparison: _OneOrStages, nodes: int, per_node: int) 
 def _plan_stages_first(comparison: _OneOrStages) -> PlannedStep | PlannedPipeline:
     match comparison.search_stages():
         case SearchedPipeline() as found:
-            if _is_surely_slower(found, comparison):
-                return found.pipeline
-            if not comparison.has_time_for_one_mesh(found.took_s):
-                plan = found.pipeline.plan
-                told = dataclasses.replace(plan, ended_early=True, not_compared=(*plan.not_compared, "one mesh"))
-                return dataclasses.replace(found.pipeline, plan=told)
-            try:
-                one = comparison.plan_mesh_below(found.pipeline.plan.step_s, _promising_on_one_mesh(found))
-            except OutOfMemoryError:
-                return found.pipeline
-            if isinstance(one, PlannedStep):
-                return _faster(one, found)
-            plan = dataclasses.replace(found.pipeline.plan, compared=(*one.compared, *found.compared))
-            return dataclasses.replace(found.pipeline, plan=plan)
+            return _compare_with_one_mesh(comparison, found, _promising_on_one_mesh(found))
+        case OneStage(promising=None) as none_found:
+            return _faster(comparison.plan_on_one_mesh(), none_found)
         case OneStage() as none_found:
             return _plan_as_one_stage(comparison, none_found)
 
 
+def _compare_with_one_mesh(
+    comparison: _OneOrStages, found: SearchedPipeline, promising: Promising | None
+) -> PlannedStep | PlannedPipeline:
+    """Stages, or one mesh if that is faster and there is time to plan it."""
+    if _is_surely_slower(found, comparison):
+        return found.pipeline
+    if not comparison.has_time_for_one_mesh(found.took_s):
+        plan = found.pipeline.plan
+        told = dataclasses.replace(plan, ended_early=True, not_compared=(*plan.not_compared, "one mesh"))
+        return dataclasses.replace(found.pipeline, plan=told)
+    try:
+        one = comparison.plan_mesh_below(found.pipeline.plan.step_s, promising)
+    except OutOfMemoryError:
+        return found.pipeline
+    if isinstance(one, PlannedStep):
+        return _faster(one, found)
+    plan = dataclasses.replace(found.pipeline.plan, compared=(*one.compared, *found.compared))
+    return dataclasses.replace(found.pipeline, plan=plan)
+
+
 def _plan_as_one_stage(comparison: _OneOrStages, none_found: OneStage) -> PlannedStep | PlannedPipeline:
-    """One mesh, which promised to beat several stages; or these, if it takes longer than promised, or does not fit as a whole."""
-    promising = none_found.promising
+    """One mesh, which promised to beat several stages; or these, if it takes longer than promised, or does not fit as a whole.
+
+    Where it needs many microbatches to fit, it may take the whole clock and keep no promise; stages that promise about as much
+    are planned before it then.
+    """
+    promising, tuning = none_found.promising, comparison.tuning
+    assert promising is not None
+    if not _needs_few_microbatches(comparison):
+        worth_s = (1 + tuning.squeezed) * promising.step_s
+        found = comparison.plan_several(none_found, beat_s=promising.step_s, worth_s=worth_s)
+        if isinstance(found, SearchedPipeline):
+            return _compare_with_one_mesh(comparison, found, promising)
     try:
         one = comparison.plan_on_one_mesh(promising)
     except OutOfMemoryError:
         with contextlib.suppress(LateError):
-            if promising is not None and isinstance(
-                found := comparison.search_stages(beat_s=math.inf), SearchedPipeline
-            ):
+            found = comparison.plan_several(none_found, beat_s=math.inf)
+            if isinstance(found, SearchedPipeline):
                 return found.pipeline
         raise
-    if promising is None or one.plan.step_s <= (1 + comparison.tuning.squeezed) * promising.step_s:
+    if one.plan.step_s <= (1 + tuning.squeezed) * promising.step_s:
         return _faster(one, none_found)
-    return _compare_with_stages(comparison, one)
+    return _compare_with_stages(
+        one, comparison, lambda beat_s: comparison.plan_several(none_found, beat_s=beat_s, instead=one)
+    )
 
 
 def _promising_on_one_mesh(found: SearchedPipeline) -> Promising | None:
@@ -226,14 +272,16 @@ def _plan_mesh_first(comparison: _OneOrStages) -> PlannedStep | PlannedPipeline:
     equations = sum(1 for _ in comparison.traced.program.walk())
     if not stages_may_pay(one.plan, together_s + moving_s, most, equations, comparison.tuning):
         return one
-    return _compare_with_stages(comparison, one)
+    return _compare_with_stages(one, comparison, lambda beat_s: comparison.search_stages(beat_s=beat_s))
 
 
-def _compare_with_stages(comparison: _OneOrStages, one: PlannedStep) -> PlannedStep | PlannedPipeline:
-    """One mesh, or several stages if these are faster and there is time to search them."""
+def _compare_with_stages(
+    one: PlannedStep, comparison: _OneOrStages, plan_stages: Callable[[float], SearchedPipeline | OneStage]
+) -> PlannedStep | PlannedPipeline:
+    """One mesh, or several stages if these are faster and there is time to plan them."""
     if not comparison.request.budget.is_over:
         with contextlib.suppress(LateError):
-            return _faster(one, comparison.search_stages(beat_s=one.plan.step_s / (1 + comparison.tuning.worth)))
+            return _faster(one, plan_stages(one.plan.step_s / (1 + comparison.tuning.worth)))
     left = (*one.plan.not_compared, "pipeline stages")
     return dataclasses.replace(one, plan=dataclasses.replace(one.plan, ended_early=True, not_compared=left))
 

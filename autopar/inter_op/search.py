@@ -23,6 +23,7 @@ from autopar.inter_op.candidates.timetables import Timetable
 from autopar.inter_op.candidates.tuning import TUNING, Tuning
 from autopar.inter_op.costs_by_kind import ALIKE, CostsByKind, KindsInOrder, costs_on
 from autopar.inter_op.dynamic_program.choose_stages import may_fit
+from autopar.inter_op.dynamic_program.found import Found, NotFaster
 from autopar.inter_op.dynamic_program.problem import ChosenStage, CostTable, Manual, StageChoice
 from autopar.inter_op.dynamic_program.submeshes import kind_of, machine_shape, size_of
 from autopar.inter_op.layer_costs import LayerCosts
@@ -31,52 +32,8 @@ from autopar.inter_op.planned_layers import PlannedLayers
 from autopar.intra_op.request import PlanRequest
 from autopar.layouts.mesh import LogicalMesh
 from autopar.microbatches.loop import TimeLoop
-from autopar.plan import Alternative
 from autopar.schedules.schedules import NAMED_SCHEDULES
 from autopar.solver.budget import Budget
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Found:
-    """What the search chose: places of the cuts in the forward chain, and the devices of each stage.
-
-    `find_meshes`: finds `meshes`. `kinds`: of each stage's nodes, by number; all 0 where nodes are alike. `shares`: of each
-    stage's forward work, what backward does again. `loop`: the step in the chosen number of microbatches. `one_stage_s`: the
-    least time of one stage on all devices, infinite if that does not fit. `alone_s`: what it takes in each number of
-    microbatches, whether or not it fits. `alone_fits`: the fewest microbatches in which it fits, with its seconds. `compared`:
-    every timetable with what its best stages would take. `ended_early`: the budget ended the search. `others`: choices of other
-    numbers of stages, which may be faster if unequal stages wait longer than assumed; of other timetables if the budget ended
-    the search, should the first one not fit as wholes. `choose_within`: makes the choice again for stages that use this part of
-    the memory limit, should none of these fit as wholes; it raises OutOfMemoryError.
-    """
-
-    cuts: tuple[int, ...]
-    sizes: tuple[int, ...]
-    find_meshes: Callable[[], tuple[tuple[LogicalMesh, ...], ...]]
-    choice: StageChoice
-    timetable: Timetable
-    shares: tuple[float, ...]
-    loop: TimeLoop
-    ended_early: bool
-    choose_within: Callable[[float], Found | NotFaster]
-    kinds: tuple[int, ...] = ()
-    one_stage_s: float = math.inf
-    alone_s: Mapping[int, float] = dataclasses.field(default_factory=dict)
-    alone_fits: tuple[int, float] | None = None
-    compared: tuple[Alternative, ...] = ()
-    others: tuple[Found, ...] = ()
-
-    @functools.cached_property
-    def meshes(self) -> tuple[tuple[LogicalMesh, ...], ...]:
-        """Of each stage the logical meshes that are best for one of its layers, the most frequent first."""
-        return self.find_meshes()
-
-
-@dataclasses.dataclass(frozen=True)
-class NotFaster:
-    """No stages promise to be faster than the time to beat; `compared`: the least that each timetable would take."""
-
-    compared: tuple[Alternative, ...]
 
 
 def search_stages(
@@ -218,10 +175,16 @@ class _StageSearch:
     def _choose_within(self, room: float) -> Found | NotFaster:
         """The choice made again, in this part of the memory limit; it takes little time, as layers are planned."""
         limit_bytes = self.rules.limit_bytes * room / self.tuning.room
+        return self._choose_by(dataclasses.replace(self.rules, limit_bytes=limit_bytes), self.beat_s)
+
+    def _choose_several(self, beat_s: float) -> Found | NotFaster:
+        """The choice made again without one stage on all devices."""
+        return self._choose_by(dataclasses.replace(self.rules, options=self.rules.options[:-1]), beat_s)
+
+    def _choose_by(self, rules: StageRules, beat_s: float) -> Found | NotFaster:
         own = Budget(seconds=self.tuning.last_look_s) if self.budget.is_over else self.budget
-        self.stages.limit_to(limit_bytes, own)
-        rules = dataclasses.replace(self.rules, limit_bytes=limit_bytes)
-        return dataclasses.replace(self, rules=rules, budget=own)._look()
+        self.stages.choose_by(rules, own)
+        return dataclasses.replace(self, rules=rules, beat_s=beat_s, budget=own)._look()
 
     def _go_on(self, best: Timetable) -> Found | NotFaster | None:
         """Plan what the best way is an estimate of. The result of the search if there is nothing of the kind."""
@@ -364,6 +327,7 @@ class _StageSearch:
         layers = self.costs.of(way.microbatches)
         return Found(
             choose_within=self._choose_within,
+            choose_several=self._choose_several,
             cuts=tuple(layers.places[stage.first_layer - 1] for stage in choice.stages[1:]),
             sizes=tuple(size_of(stage.submesh) for stage in choice.stages),
             find_meshes=functools.partial(self._find_meshes, way, choice),

@@ -19,6 +19,7 @@ from autopar.inter_op.candidates.timetables import Timetable
 from autopar.inter_op.candidates.tuning import TUNING, Tuning
 from autopar.inter_op.costs_by_kind import ALIKE, KindsInOrder
 from autopar.inter_op.describe_pipeline import PlannedPipeline, bound_stages, describe_pipeline
+from autopar.inter_op.dynamic_program.found import Found, NotFaster
 from autopar.inter_op.dynamic_program.kinds import KindOfNodes
 from autopar.inter_op.dynamic_program.submeshes import machine_shape
 from autopar.inter_op.one_mesh import Promising
@@ -33,7 +34,7 @@ from autopar.inter_op.plan_pipeline import (
 )
 from autopar.inter_op.plan_stage import KnownStages
 from autopar.inter_op.plan_stages import StageRequest
-from autopar.inter_op.search import Found, NotFaster, search_stages
+from autopar.inter_op.search import search_stages
 from autopar.intra_op.request import PlanRequest
 from autopar.plan import Alternative
 from autopar.program.step import TracedStep
@@ -86,10 +87,16 @@ class SearchedPipeline:
 
 @dataclasses.dataclass(frozen=True)
 class OneStage:
-    """One stage is best; `compared`: what several would take, if they had a time to beat; `promising`: how it may run."""
+    """One stage is best; `compared`: what several would take, if they had a time to beat; `promising`: how it may run.
+
+    `several`: plans several stages after all, from the layers that are planned. It takes the seconds that they have to beat,
+    those above which they are not planned as wholes, and whether there is another plan. It raises OutOfMemoryError, and LateError
+    if there is one.
+    """
 
     compared: tuple[Alternative, ...] = ()
     promising: Promising | None = None
+    several: Callable[[float, float, bool], SearchedPipeline | OneStage] | None = None
 
 
 def search_pipeline(
@@ -136,7 +143,6 @@ def _search(
     tuning: Tuning,
     kinds: KindsInOrder,
 ) -> SearchedPipeline | OneStage:
-    started = time.perf_counter()
     tables = wishes.timetables(traced, num_stages or _usual_stages(request, devices, kinds), tuning)
     split = split_scans(traced, every_layer(traced))
     found = search_stages(
@@ -152,19 +158,43 @@ def _search(
         tuning=tuning,
         kinds=kinds,
     )
+    finish = functools.partial(_finish, traced, split, wishes, tables, tuning, kinds.order)
     if isinstance(found, NotFaster):
         return OneStage(found.compared)
-    if len(found.sizes) == 1 and not kinds.order:  # on one kind of node a single stage is a pipeline as well
-        return OneStage(promising=_promising(found))
+    if len(found.sizes) > 1 or kinds.order:  # on several kinds of node a single stage is a pipeline as well
+        return finish(request, find_bound_s, found, found)
+
+    def several(beat_s: float, worth_s: float, has_fallback: bool) -> SearchedPipeline | OneStage:
+        chosen = found.choose_several(beat_s)
+        if isinstance(chosen, NotFaster) or chosen.choice.step_s > worth_s:
+            return OneStage(chosen.compared)
+        again = dataclasses.replace(request, has_fallback=has_fallback)
+        return finish(again, lambda: bound_stages(traced, request, devices), chosen, found)
+
+    return OneStage(promising=_promising(found), several=several)
+
+
+def _finish(
+    traced: TracedStep,
+    split: SplitStep,
+    wishes: PipelineWishes,
+    tables: Sequence[Timetable],
+    tuning: Tuning,
+    kinds: Sequence[KindOfNodes],
+    request: PlanRequest,
+    find_bound_s: Callable[[], float],
+    found: Found,
+    hoped: Found,
+) -> SearchedPipeline:
+    """The chosen stages planned as wholes, in every schedule that fits; `hoped`: what was chosen before, one stage maybe."""
     if request.has_fallback:
         request.budget.require_time()
-    hoped, searched = found, time.perf_counter()
-    found, first = _plan_best_number(traced, split, found, wishes, request, tuning, kinds.order)
+    searched = time.perf_counter()
+    found, first = _plan_best_number(traced, split, found, wishes, request, tuning, kinds)
     planned = {found.timetable: first, **plan_in_other_schedules(first, found.timetable, tables, request)}
     best = min(planned.values(), key=lambda one: one.plan.step_s)
     rows, bound_s = _all_compared(hoped.compared, planned), find_bound_s()
-    plan, took_s = best.plan, time.perf_counter() - started
-    plan = dataclasses.replace(plan, compared=rows, lower_bound_s=bound_s, planning_s=took_s)
+    plan = dataclasses.replace(best.plan, compared=rows, lower_bound_s=bound_s)
     if hoped.ended_early or found.ended_early:
         plan = dataclasses.replace(plan, ended_early=True, not_compared=(*plan.not_compared, "other stages"))
     return SearchedPipeline.of(dataclasses.replace(best, plan=plan), found, hoped, searched)

@@ -13,7 +13,7 @@ from autopar.inter_op.attempts import Slower, bytes_held
 from autopar.inter_op.one_mesh import Promising, plan_on_one_mesh
 from autopar.intra_op import planner
 from autopar.intra_op.planner import plan_way
-from autopar.intra_op.shared_search import SharedSearch
+from autopar.intra_op.shared_search import Beaten, SharedSearch
 from autopar.layouts.constraints import as_constraints
 from autopar.layouts.mesh import LogicalMesh
 from tests.inter_op.test_search import arguments, request_on, traced_step, two_nodes
@@ -126,13 +126,19 @@ def test_what_looks_best_by_its_layers_is_planned_first_where_one_microbatch_doe
 
 
 @pytest.mark.parametrize(
-    ("fitting", "early", "tried"),
-    [(4, True, [16, 8, 4, 2]), (16, True, [16, 8]), (2, True, [16, 8, 4, 2]), (2, False, [16])],
+    ("fitting", "early", "beat_s", "tried"),
+    [
+        (4, True, math.inf, [16, 8, 4, 2]),
+        (16, True, math.inf, [16, 8]),
+        (2, True, math.inf, [16, 8, 4, 2]),
+        (2, False, math.inf, [16]),
+        (2, False, 1e9, [16, 8, 4, 2]),
+    ],
 )
 def test_fewer_microbatches_than_look_best_are_planned_early_as_long_as_they_fit_and_are_faster(
-    traced, monkeypatch, fitting, early, tried
+    traced, monkeypatch, fitting, early, beat_s, tried
 ):
-    """Sums of layers may ask for more than the whole needs."""
+    """Sums of layers may ask for more than the whole needs. Where stages are planned, nothing else waits for the clock."""
 
     def plan(step, request, shared):
         WAYS.append(step.microbatches)
@@ -148,7 +154,7 @@ def test_fewer_microbatches_than_look_best_are_planned_early_as_long_as_they_fit
     monkeypatch.setattr(attempts, "far_excess", lambda *_: 2.0)
     monkeypatch.setattr(attempts.Attempts, "is_dear", lambda these: not these._found)
     monkeypatch.setattr(attempts.Attempts, "is_early", early)
-    best, _ = planned(traced, 300_000, large=0, promising=Promising(16, ()))
+    best, _ = planned(traced, 300_000, large=0, promising=Promising(16, ()), beat_s=beat_s)
     assert tried == WAYS
     assert best.num_microbatches == max(fitting, min(tried))
 
@@ -200,6 +206,26 @@ def test_numbers_that_were_jumped_over_are_planned_as_long_as_fewer_fit(traced, 
     monkeypatch.setattr(attempts.Attempts, "is_dear", lambda these: not these._found)
     planned(traced, 300_000, large=0, beat_s=beat_s)
     assert tried == WAYS
+
+
+@pytest.mark.parametrize("slow", [8, 4, 2])
+def test_where_a_roomy_guess_is_beaten_the_usual_one_is_planned(traced, monkeypatch, slow):
+    """With a time to beat the first guess is larger, and so many microbatches may be too slow where the usual number is not."""
+
+    def plan(step, request, shared):
+        WAYS.append(step.microbatches)
+        shared.excess = 8.0
+        if step.microbatches >= slow:
+            return Beaten(None, 2.0)
+        return plan_way(step, dataclasses.replace(request, memory_limit_bytes=None), SharedSearch())
+
+    monkeypatch.setattr(attempts, "plan_way", plan)
+    monkeypatch.setattr(attempts, "far_excess", lambda *_: 2.0)
+    monkeypatch.setattr(attempts.Attempts, "is_dear", lambda these: not these._found)
+    request = request_for(300_000, large=0)
+    found = plan_on_one_mesh(traced, request, num_microbatches="auto", recompute="none", devices=4, beat_s=1e9)
+    assert WAYS == [4, 2]
+    assert isinstance(found, Slower) == (slow == 2)
 
 
 def test_where_it_may_fit_one_microbatch_is_planned_first(traced):

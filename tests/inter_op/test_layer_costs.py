@@ -19,8 +19,7 @@ from tests.inter_op.test_search import arguments, request_on, traced_step, two_n
 def test_layers_are_planned_at_first_on_submeshes_that_stages_can_have():
     """48 stages on 1,024 devices have 21 each or more, which no node has."""
     sizes = {1, 2, 4, 8, *(8 * nodes for nodes in range(1, 129))}
-    request = request_on(preset("dgx-a100-80gb"))
-    first = functools.partial(first_sizes, layers=48, request=request)
+    first = functools.partial(first_sizes, layers=48, cluster=preset("dgx-a100-80gb"))
     assert first(sizes, smallest_first=False) == {32}
     assert first(sizes, smallest_first=True) == {1}
     assert first({size for size in sizes if size <= 64}, smallest_first=False) == {1, 2, 4, 8}

@@ -15,12 +15,8 @@ from autopar.explain import explain
 from autopar.explain.units import seconds_text
 from autopar.inter_op import one_or_stages
 from autopar.inter_op.candidates.tuning import TUNING
-from autopar.inter_op.describe_pipeline import PlannedPipeline
-from autopar.inter_op.one_mesh import Promising
 from autopar.inter_op.one_or_stages import stages_may_pay
 from autopar.inter_op.plan_pipeline import PipelineWishes
-from autopar.inter_op.search_pipeline import OneStage, SearchedPipeline
-from autopar.intra_op.request import PlannedStep
 from autopar.intra_op.tuning import TUNING as INSIDE
 from autopar.layouts.mesh import LogicalMesh
 from autopar.pipeline_plan import PipelinePlan, plan_from_json
@@ -148,47 +144,6 @@ def test_across_nodes_fewer_microbatches_are_already_many():
     for most, is_for_one_mesh in ((2 * excess, True), (excess / 2, False)):
         tuning = dataclasses.replace(TUNING, many=math.inf, many_across=most)
         assert one_or_stages._is_for_one_mesh(dataclasses.replace(comparison, tuning=tuning)) == is_for_one_mesh
-
-
-@pytest.mark.parametrize(("promised", "has_stages"), [(1.0, False), (0.5, True), (None, True)])
-def test_several_stages_are_searched_where_one_stage_is_not_what_its_layers_promised(promised, has_stages, monkeypatch):
-    """It takes longer on one mesh, or does not fit there (None)."""
-    planned_one, in_stages = planned_step(1.0), stages_of(0.9)
-    promising, asked = Promising(8, (), step_s=promised or 1.0), []
-
-    def search(comparison, *, beat_s=None):
-        asked.append(beat_s)
-        return OneStage(promising=promising) if beat_s is None else in_stages
-
-    def plan_mesh(comparison, promising=None):
-        if promised is None:
-            raise OutOfMemoryError("too large")
-        return planned_one
-
-    monkeypatch.setattr(one_or_stages._OneOrStages, "search_stages", search)
-    monkeypatch.setattr(one_or_stages._OneOrStages, "plan_on_one_mesh", plan_mesh)
-    comparison = one_or_stages._OneOrStages(
-        traced=None, wishes=None, request=request_on(node(1e9)), devices=4, tuning=TUNING
-    )
-    found = one_or_stages._plan_stages_first(comparison)
-    assert isinstance(found, PlannedPipeline) == has_stages
-    assert asked[1:] == (
-        [math.inf if promised is None else pytest.approx(1 / (1 + TUNING.worth))] if has_stages else []
-    )
-
-
-def planned_step(step_s):
-    """A plan on one mesh of which nothing else is looked at."""
-    one = planned(node(1e12))
-    return PlannedStep(
-        plan=dataclasses.replace(one, compute_s=step_s, comm_s=0.0, hidden_s=0.0), assignment=None, traced=None
-    )
-
-
-def stages_of(step_s):
-    others = {field.name: None for field in dataclasses.fields(PlannedPipeline) if field.name != "plan"}
-    pipeline = PlannedPipeline(plan=dataclasses.replace(planned(node(1e9)), step_s=step_s), **others)
-    return SearchedPipeline(pipeline=pipeline, one_stage_s=math.inf, by_layers_s=(), alone_s={})
 
 
 @pytest.mark.sampled(4)

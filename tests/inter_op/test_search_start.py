@@ -1,16 +1,21 @@
 """In which number of microbatches the search over layers begins, and what it does when it is asked again."""
 
+import dataclasses
 import itertools
+import math
 
 import numpy as np
+import pytest
 
+from autopar.cost_model.hardware import preset
 from autopar.inter_op.candidates.timetables import Timetable
+from autopar.inter_op.dynamic_program.found import NotFaster
 from autopar.inter_op.plan_stage import plan_program
 from autopar.inter_op.search import search_stages
 from autopar.solver.budget import Budget
 from autopar.stages.split_scans import split_scans
 from autopar.stages.time_loops import make_loops
-from tests.inter_op.test_search import CountingPlanner, arguments, request_on, traced_step, two_nodes
+from tests.inter_op.test_search import CountingPlanner, arguments, request_on, searched, traced_step, two_nodes
 
 
 def test_layers_are_planned_first_in_a_roomier_number_where_others_do_forward_work_again():
@@ -63,3 +68,26 @@ def test_stages_are_chosen_again_in_less_memory_among_all_timetables_also_when_t
     again = [found.choose_within(0.9) for found in (with_time, without)]
     assert [one.timetable.schedule for one in again] == ["zb-h1", "zb-h1"]
     assert again[0].choice == again[1].choice
+
+
+def fast_node():
+    """A node of four devices whose links take next to no time."""
+    machine = preset("p3.16xlarge")
+    link = dataclasses.replace(machine.tiers[-1], devices=4, bytes_per_s=1e13, latency_s=0.0, ports=1)
+    return dataclasses.replace(machine, name="fast node", tiers=(link,))
+
+
+def test_several_stages_are_chosen_from_the_layers_that_were_planned_for_one():
+    """They are those of a search in which one stage is no candidate, and next to nothing is planned for them."""
+    planner = CountingPlanner()
+    found = searched(2048, 4, fast_node(), batch=2048, planner=planner)
+    assert len(found.sizes) == 1
+    planned = len(planner.asked)
+    several = found.choose_several(math.inf)
+    assert len(planner.asked) <= 1.5 * planned
+    apart = searched(2048, 4, fast_node(), batch=2048, beat_s=math.inf)
+    assert len(several.sizes) > 1
+    assert (several.sizes, several.cuts, several.timetable) == (apart.sizes, apart.cuts, apart.timetable)
+    assert several.choice.step_s == pytest.approx(apart.choice.step_s, rel=1e-9)
+    assert several.choice.step_s > found.choice.step_s
+    assert isinstance(found.choose_several(found.choice.step_s / 2), NotFaster)

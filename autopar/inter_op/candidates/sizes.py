@@ -10,17 +10,16 @@ import math
 from collections.abc import Collection
 
 from autopar.cost_model.machine import Cluster
-from autopar.intra_op.request import PlanRequest
 
 
-def first_sizes(sizes: set[int], layers: int, request: PlanRequest, *, smallest_first: bool) -> set[int]:
+def first_sizes(sizes: set[int], layers: int, cluster: Cluster, *, smallest_first: bool) -> set[int]:
     """The numbers of devices on which layers are planned at first: those within a node.
 
     Where so many devices are more than layers on a node each can use, the least number that divides them evenly.
     """
     if smallest_first:
         return {min(sizes)}
-    per_node, devices = request.cluster.devices_per_node or math.inf, max(sizes)
+    per_node, devices = cluster.devices_per_node or math.inf, max(sizes)
     if per_node * layers >= devices:
         return {size for size in sizes if size <= per_node}
     return {min(size for size in sizes if size * layers >= devices and devices % size == 0)}

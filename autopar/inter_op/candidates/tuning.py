@@ -120,8 +120,9 @@ class Tuning:
     (`benchmarks/weak_scaling.py`, GPT-39B on 64 V100s)."""
     squeezed: float = 0.06
     """If stages that fit take this part longer than their layers promised, they may have been squeezed into the memory, and are
-    chosen again in less of it. A smaller part plans stages twice for less than it can gain (`benchmarks/planning_ordinary.py
-    --tight`, GPT of 24 layers on V100s: 4 %, 14 s)."""
+    chosen again in less of it. One mesh may as well: stages that promise at most this much more than it are planned before it
+    where it needs many microbatches (`benchmarks/weak_scaling.py`, gpt-2, moe-4). A smaller part plans stages twice for less than
+    it can gain (`benchmarks/planning_ordinary.py --tight`, GPT of 24 layers on V100s: 4 %, 14 s)."""
     layer_counts: tuple[int, ...] = (64, 48, 40, 32, 24, 16, 12, 8, 4, 2)
     """Numbers of layers into which a step without block boundaries may be clustered. The number whose cuts are at ends of blocks
     wins, the largest among equals. `benchmarks/stage_search_time.py` plans 48 layers."""
