@@ -6,6 +6,7 @@ Frozen data with a versioned JSON form, as `plan.py` has for one mesh. Times in 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 from autopar.cost_model.hardware import Cluster
 from autopar.errors import PlanError
@@ -14,6 +15,9 @@ from autopar.files.json_form import build, text_of
 from autopar.files.plan_file import VERSION, is_pipeline, load_plan
 from autopar.plan import Alternative, Plan, ValuePlan, no_leaf
 from autopar.presented.methods import Presented
+
+ONCE = ("update", "weights")
+"""Transfers that happen once per step."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,6 +84,8 @@ class TransferPlan:
         bytes: of all arrays together, each time.
         count: times per step.
         predicted_s: seconds, each time.
+        arrays: their number.
+        is_work: whether the sending mesh computes nothing meanwhile, as its devices and the host that sends share their cores.
     """
 
     source: int
@@ -88,6 +94,21 @@ class TransferPlan:
     bytes: int
     count: int
     predicted_s: float
+    arrays: int = 1
+    is_work: bool = False
+
+
+def sent_once_s(transfers: Iterable[TransferPlan]) -> float:
+    """Seconds of the transfers that happen once per step: the longest, beside which all others run.
+
+    Those that are work of a mesh are made one after the other.
+    """
+    by_stage: dict[int, float] = {}
+    for item in transfers:
+        if item.what in ONCE:
+            before_s = by_stage.get(item.source, 0.0)
+            by_stage[item.source] = before_s + item.predicted_s if item.is_work else max(before_s, item.predicted_s)
+    return max(by_stage.values(), default=0.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -170,7 +191,7 @@ class PipelinePlan(Presented):
     def transfer_s(self, transfer: TransferPlan, cluster: Cluster) -> float:
         """Predicted seconds of one of its transfers, `transfer`, on a `cluster`, whichever it was planned for."""
         source, target = (self.stages[end].devices for end in (transfer.source, transfer.target))
-        return cluster.transfer_s(transfer.bytes, source=source, target=target)
+        return cluster.transfer_s(transfer.bytes, source=source, target=target, arrays=transfer.arrays)
 
     @property
     def peak_bytes(self) -> int:

@@ -71,6 +71,7 @@ def _cluster(fields: Fields, origin: str) -> Cluster:
         call_s=compiler.get("call_s", 0.0),
         call_s_per_array=compiler.get("call_s_per_array", 0.0),
         call_s_per_byte=compiler.get("call_s_per_byte", 0.0),
+        sent_s_per_array=compiler.get("sent_s_per_array", 0.0),
         shares_host=compiler.get("shares_host", False),
         usd_per_device_hour=fields.get("usd_per_device_hour"),
     )
@@ -95,6 +96,7 @@ def cluster_to_json(cluster: Cluster, *, about: str, sources: Mapping[str, str])
         "call_s": cluster.call_s,
         "call_s_per_array": cluster.call_s_per_array,
         "call_s_per_byte": cluster.call_s_per_byte,
+        "sent_s_per_array": cluster.sent_s_per_array,
         "shares_host": cluster.shares_host,
     }
     return {**fields, "sources": dict(sources)}

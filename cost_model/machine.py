@@ -83,8 +83,9 @@ class Cluster:
         call_s_per_array: Seconds that each array adds to a call, in and out.
         call_s_per_byte: Seconds that each byte of a device adds to a call of a pipeline's task that reads or writes it: arrays
             between calls lie in memory, and values of one program in caches. 0 where kernels are priced by their traffic.
-        shares_host: The devices compute on the cores of the host, as virtual ones do, so that a call takes their time. If not,
-            the host calls tasks ahead of the devices.
+        sent_s_per_array: Seconds of the host that each array adds to a transfer from one mesh to another.
+        shares_host: The devices compute on the cores of the host, as virtual ones do, so that a call takes their time, and so
+            does what a mesh sends. If not, the host calls tasks ahead of the devices, and links carry what is sent beside them.
         usd_per_device_hour: What a device costs, in US dollars per hour; None if unknown. No plan depends on it.
     """
 
@@ -99,6 +100,7 @@ class Cluster:
     call_s: float = 0.0
     call_s_per_array: float = 0.0
     call_s_per_byte: float = 0.0
+    sent_s_per_array: float = 0.0
     shares_host: bool = False
     usd_per_device_hour: float | None = dataclasses.field(default=None, repr=False, compare=False)
 
@@ -147,20 +149,22 @@ class Cluster:
             return self.axis_links[: len(mesh_shape)]
         return tuple(_slowest_link(self.levels_of(mesh_shape, (axis,))) for axis in range(len(mesh_shape)))
 
-    def transfer_s(self, size_bytes: float, *, source: range, target: range) -> float:
-        """Seconds to bring a value from one mesh to another.
+    def transfer_s(self, size_bytes: float, *, source: range, target: range, arrays: int = 1) -> float:
+        """Seconds to bring arrays from one mesh to another.
 
-        Each device of the smaller mesh carries an equal share over the links that join the two: alpha + size / devices * beta.
-        Meshes of one node have the node's links; to another node the devices that send share what leaves their node.
+        Each device of the smaller mesh carries an equal share over the links that join the two: alpha + size / devices * beta,
+        and the host has work for each array. Meshes of one node have the node's links; to another node the devices that send
+        share what leaves their node.
 
         Args:
-            size_bytes: bytes of the whole value.
+            size_bytes: bytes of all arrays, each as a whole.
             source: the devices of the one mesh, by their places in the machine.
             target: those of the other.
+            arrays: their number.
         """
         devices = min(len(source), len(target))
         link = self._link_between(source, target, devices)
-        return link.alpha_s + size_bytes / devices * link.beta_s_per_byte
+        return link.alpha_s + size_bytes / devices * link.beta_s_per_byte + self.sent_s_per_array * arrays
 
     def _link_between(self, source: range, target: range, devices: int) -> AxisLink:
         """Of each of so many pairs of devices, which all send at once."""

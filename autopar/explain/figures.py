@@ -11,11 +11,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from autopar.cost_model.hardware import PRESETS
-from autopar.pipeline_plan import PipelinePlan, StagePlan
+from autopar.pipeline_plan import PipelinePlan, StagePlan, sent_once_s
 from autopar.plan import WITHIN, CollectivePlan, Plan
 
-ONCE = ("update", "weights")
-"""Transfers that a pipeline makes once per step."""
 KINDS: Mapping[str, str] = {
     "data_parallel": "gradients and new weights",
     "zero3": "weights",
@@ -72,7 +70,7 @@ def figures_of(plan: Plan | PipelinePlan) -> Figures:
         compute_s, comm_s, hidden_s = plan.compute_s, plan.comm_s, plan.hidden_s
     else:
         sent_s = sum(item.count * item.predicted_s for item in plan.transfers)
-        waited_s = waited_s_of(plan) + sent_once_s(plan)
+        waited_s = waited_s_of(plan) + sent_once_s(plan.transfers)
         compute_s = max(sum(stage.plan.compute_s for stage in stages) for stages in meshes_of(plan).values())
         comm_s = sum(stage.plan.comm_s for stage in plan.stages) + sent_s
         hidden_s = sum(stage.plan.hidden_s for stage in plan.stages)
@@ -106,15 +104,10 @@ def work_of(plan: PipelinePlan) -> dict[int, float]:
     return {mesh: sum(one.forward_s + one.backward_s for one in stages) for mesh, stages in meshes_of(plan).items()}
 
 
-def sent_once_s(plan: PipelinePlan) -> float:
-    """Seconds of the longest transfer that happens once per step, which all others of that kind run beside."""
-    return max((item.predicted_s for item in plan.transfers if item.what in ONCE), default=0.0)
-
-
 def waited_s_of(plan: PipelinePlan) -> float:
     """Seconds of a step for which it waits for the transfers of its microbatches: what its other parts leave of it."""
     busy_s = plan.num_microbatches * max(work_of(plan).values())
-    once_s = max(stage.once_s for stage in plan.stages) + sent_once_s(plan)
+    once_s = max(stage.once_s for stage in plan.stages) + sent_once_s(plan.transfers)
     left_s = plan.step_s - (1 + plan.bubble) * busy_s - once_s
     return left_s if left_s > _CLOSE * plan.step_s else 0.0
 
@@ -170,6 +163,6 @@ def _parts_of_stages(plan: PipelinePlan) -> tuple[Part, ...]:
         ("bubble", plan.bubble * busy_s),
         ("transfers that are waited for", waited_s_of(plan)),
         (f"once per step, such as the update, on stage {last.stage}", last.once_s),
-        ("transfers once per step", sent_once_s(plan)),
+        ("transfers once per step", sent_once_s(plan.transfers)),
     )
     return tuple(Part(name, seconds, 0.0, seconds) for name, seconds in found if seconds or name == "bubble")

@@ -20,10 +20,10 @@ from autopar.errors import ArgumentError, ConstraintError, OutOfMemoryError, Uns
 from autopar.inter_op.candidates.timetables import Timetable, latency_share, seconds_at
 from autopar.inter_op.candidates.tuning import TUNING, Tuning
 from autopar.inter_op.describe_pipeline import PlannedPipeline, bound_stages
-from autopar.inter_op.pipeline_seconds import ONCE, find_exposed_s, once_a_step_s, time_stages
+from autopar.inter_op.pipeline_seconds import find_exposed_s, once_a_step_s, time_stages
 from autopar.inter_op.plan_pipeline import PipelineWishes, alternative_of, plan_in_other_schedules, plan_pipeline
 from autopar.intra_op.request import PlanRequest
-from autopar.pipeline_plan import PipelinePlan, TransferPlan
+from autopar.pipeline_plan import ONCE, PipelinePlan, TransferPlan
 from autopar.plan import Alternative
 from autopar.program.step import TracedStep
 from autopar.schedules.schedules import interleaves, make_schedule

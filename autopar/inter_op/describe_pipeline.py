@@ -16,13 +16,13 @@ import dataclasses
 from collections.abc import Sequence
 
 from autopar.inter_op.dynamic_program.places import first_places
-from autopar.inter_op.pipeline_seconds import ONCE, find_exposed_s, once_a_step_s, time_stages
-from autopar.inter_op.stage_seconds import Staged, StagedStage, transfer_bytes
+from autopar.inter_op.pipeline_seconds import find_exposed_s, once_a_step_s, time_stages
+from autopar.inter_op.stage_seconds import Staged, StagedStage, transfer_sizes
 from autopar.intra_op.choices.least_work import find_work
 from autopar.intra_op.describe import named_below_the_root
 from autopar.intra_op.request import PlanRequest
 from autopar.layouts.mesh import LogicalMesh
-from autopar.pipeline_plan import PipelinePlan, StagePlan, TransferPlan
+from autopar.pipeline_plan import ONCE, PipelinePlan, StagePlan, TransferPlan
 from autopar.program.step import TracedStep
 from autopar.schedules.in_flight import InFlight
 from autopar.schedules.tasks import Schedule
@@ -159,8 +159,9 @@ def _list_transfers(
 ) -> tuple[TransferPlan, ...]:
     """What crosses between meshes, over the links that join them."""
 
-    def seconds(source: int, target: int, size: int) -> float:
-        return request.cluster.transfer_s(size, source=stages[source].devices, target=stages[target].devices)
+    def seconds(source: int, target: int, size: int, arrays: int) -> float:
+        ends = {"source": stages[source].devices, "target": stages[target].devices}
+        return request.cluster.transfer_s(size, **ends, arrays=arrays)
 
     return tuple(
         TransferPlan(
@@ -169,9 +170,11 @@ def _list_transfers(
             what=what,
             bytes=size,
             count=1 if what in ONCE else schedule.num_microbatches,
-            predicted_s=seconds(source, target, size),
+            predicted_s=seconds(source, target, size, arrays),
+            arrays=arrays,
+            is_work=request.cluster.shares_host,
         )
-        for (source, target, what), size in sorted(transfer_bytes(staged).items())
+        for (source, target, what), (size, arrays) in sorted(transfer_sizes(staged).items())
         if source % schedule.num_meshes != target % schedule.num_meshes
     )
 

@@ -207,10 +207,11 @@ class LayerCosts:
         standing, needed = standing_bytes(figures), executable_bytes(figures, case.again)
         if self._are_all and devices == self._devices:  # one stage is one executable, whatever tasks would need
             flying, working = np.zeros_like(flying), np.zeros_like(working)
+        work_s, sent_s = self._sending_s(case.count, devices)
         return CostTable(
-            seconds=np.where(has_plan, microbatch_seconds(figures, case.again), np.inf),
+            seconds=np.where(has_plan, microbatch_seconds(figures, case.again) + work_s, np.inf),
             once_s=np.where(has_plan, once_s + self._sent_once_s(devices), 0.0),
-            transfer_s=np.where(has_plan, self._transfer_s(case.count, devices)[None, :], 0.0),
+            transfer_s=np.where(has_plan, sent_s, 0.0),
             weight_bytes=np.where(has_plan, standing, 0.0),
             activation_bytes=np.where(has_plan, flying, 0.0),
             working_bytes=np.where(has_plan, np.maximum(working, needed - standing - flying), 0.0),
@@ -223,10 +224,14 @@ class LayerCosts:
         meshes = min(len(figures), self._devices // min(map(math.prod, options)))
         return in_flight_bytes(figures, case, meshes), working_bytes(figures, case.again)
 
-    def _transfer_s(self, count: int, devices: int) -> np.ndarray:
-        """Seconds to send what crosses after each layer, and to send its gradient back."""
+    def _sending_s(self, count: int, devices: int) -> tuple[np.ndarray, np.ndarray]:
+        """[i, j]: seconds of a mesh's work to send forward what crosses after layer j - 1, and back the gradient of what came
+        before layer i; and seconds to send both over the link after j. One of the two is 0.
+        """
         sent = [0.0, *(self._chain[place].cut_bytes / count for place in self._places), 0.0]
-        return np.array([2 * self._send_s(size, devices)[0] for size in sent])
+        each_s = np.array([[self._send_s(size, devices)[0] for size in sent]])
+        nothing = np.zeros_like(each_s)
+        return (each_s[:, :-1].T + each_s, nothing) if self._cluster.shares_host else (nothing, 2 * each_s)
 
     def _sent_once_s(self, devices: int) -> np.ndarray:
         """[i, j]: seconds to exchange tied weights, their gradients, norms and the like with other stages."""

@@ -10,14 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.pipeline_plan import PipelinePlan, TransferPlan
+from autopar.pipeline_plan import ONCE, PipelinePlan, TransferPlan, sent_once_s
 from autopar.schedules.schedules import make_schedule
 from autopar.schedules.simulate import Simulation, simulate_schedule
 from autopar.schedules.step_time import PerStage, StepTime, time_step
 from autopar.schedules.tasks import Schedule
-
-ONCE = ("update", "weights")
-"""Transfers that happen once per step."""
 
 
 def schedule_of(plan: PipelinePlan) -> Schedule:
@@ -40,18 +37,14 @@ def predict_step_s(plan: PipelinePlan) -> float:
 def wait_for_transfers_s(plan: PipelinePlan) -> float:
     """Seconds of a step in which the meshes wait for what others send them: in its microbatches, and once at its end."""
     seconds = [(stage.forward_s, stage.backward_s) for stage in plan.stages]
-    return find_exposed_s(schedule_of(plan), seconds, plan.transfers) + _sent_once_s(plan.transfers)
-
-
-def _sent_once_s(transfers: Sequence[TransferPlan]) -> float:
-    return max((t.predicted_s for t in transfers if t.what in ONCE), default=0.0)
+    return find_exposed_s(schedule_of(plan), seconds, plan.transfers) + sent_once_s(plan.transfers)
 
 
 def once_a_step_s(stages_once_s: Sequence[float], transfers: Sequence[TransferPlan]) -> float:
     """Seconds of what all stages do once a step: they update their state at the same time, so the slowest counts, after the
-    longest transfer of that kind.
+    transfers of that kind.
     """
-    return max(stages_once_s) + _sent_once_s(transfers)
+    return max(stages_once_s) + sent_once_s(transfers)
 
 
 def find_exposed_s(
@@ -61,20 +54,23 @@ def find_exposed_s(
 
     How much of them hides behind compute depends on the schedule: GPipe and eager 1F1B wait for those of one microbatch, if
     they are no longer than a microbatch's work, 1F1B for more. Transfers between stages that are no neighbours are no part of
-    the chain that is timed; of these one microbatch's count.
+    the chain that is timed; of these one microbatch's count. Those that are work of the mesh that sends hide behind nothing.
     """
     backward = "input_gradient" if "input_gradient" in schedule.kinds else "backward"
+    run_s = dict(_task_seconds(schedule, seconds))
+    alone_s, skipped_s = time_step(schedule, run_s).makespan_s, 0.0
     sent_s: dict[tuple[str, int], float] = {}
-    skipped_s = 0.0
     for item in transfers:
-        if (item.what, item.target - item.source) in (("forward", 1), ("backward", -1)):
-            sent_s["forward" if item.what == "forward" else backward, item.source] = item.predicted_s
-        elif item.what not in ONCE:
+        task = ("forward" if item.what == "forward" else backward, item.source)
+        if item.what in ONCE:
+            continue
+        if item.is_work:
+            run_s[task] += item.predicted_s
+        elif item.target - item.source == (1 if item.what == "forward" else -1):
+            sent_s[task] = item.predicted_s
+        else:
             skipped_s += item.predicted_s
-    if not sent_s:
-        return skipped_s
-    run_s = _task_seconds(schedule, seconds)
-    return time_step(schedule, run_s, sent_s).makespan_s - time_step(schedule, run_s).makespan_s + skipped_s
+    return time_step(schedule, run_s, sent_s).makespan_s - alone_s + skipped_s
 
 
 def time_stages(schedule: Schedule, seconds: Sequence[tuple[float, float]]) -> StepTime:

@@ -242,15 +242,21 @@ def _outer_equations(region: Program) -> dict[Equation, Equation]:
     return found
 
 
-def transfer_bytes(staged: Staged) -> dict[tuple[int, int, str], int]:
-    """Bytes between stages by (source, target, what): of one microbatch for forward and backward, of one step for the rest.
+def transfer_sizes(staged: Staged) -> dict[tuple[int, int, str], tuple[int, int]]:
+    """(bytes, arrays) between stages by (source, target, what).
 
-    What forward and backward of a stage both read counts once. weights: leaves lent to a stage where they do not live.
+    Of one microbatch for forward and backward, of one step for the rest. What forward and backward of a stage both read counts
+    once. weights: leaves lent to a stage where they do not live.
     """
     cut = staged.cut
     layouts = cut.loop.layouts()
-    total: dict[tuple[int, int, str], int] = {}
+    total: dict[tuple[int, int, str], tuple[int, int]] = {}
     counted: set[tuple[Var, int, bool]] = set()
+
+    def add(key: tuple[int, int, str], size: int) -> None:
+        known, arrays = total.get(key, (0, 0))
+        total[key] = known + size, arrays + 1
+
     for name, segment in cut.segments.items():
         for v in segment.reads:
             maker = cut.made_by.get(v)
@@ -258,13 +264,12 @@ def transfer_bytes(staged: Staged) -> dict[tuple[int, int, str], int]:
             if maker is not None and maker.stage != name.stage and (v, name.stage, once) not in counted:
                 counted.add((v, name.stage, once))
                 shape = v.aval.shape if once else layouts[v].local_shape(v.aval.shape, cut.loop.mesh)
-                key: tuple[int, int, str] = (maker.stage, name.stage, name.kind)
-                total[key] = total.get(key, 0) + math.prod(shape) * itemsize_of(v.aval)
+                add((maker.stage, name.stage, name.kind), math.prod(shape) * itemsize_of(v.aval))
     for stage in staged.stages:
         for port in stage.program.inputs:
             if port.source == "lent":
-                key = (cut.homes[port.var], stage.program.stage, "weights")
-                total[key] = total.get(key, 0) + math.prod(port.var.aval.shape) * itemsize_of(port.var.aval)
+                size = math.prod(port.var.aval.shape) * itemsize_of(port.var.aval)
+                add((cut.homes[port.var], stage.program.stage, "weights"), size)
     return total
 
 

@@ -171,7 +171,10 @@ def _with_seconds(plan: PipelinePlan, slower: Sequence[float], cluster: Cluster)
         )
         for stage, factor in zip(plan.stages, slower, strict=True)
     ]
-    sent = [dataclasses.replace(item, predicted_s=plan.transfer_s(item, cluster)) for item in plan.transfers]
+    sent = [
+        dataclasses.replace(item, predicted_s=plan.transfer_s(item, cluster), is_work=cluster.shares_host)
+        for item in plan.transfers
+    ]
     return dataclasses.replace(plan, stages=tuple(stages), transfers=tuple(sent))
 
 

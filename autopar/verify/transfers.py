@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from autopar.avals import itemsize_of
 from autopar.execution.contents import Lent, Made, Passed
 from autopar.execution.pipeline import CompiledPipeline
-from autopar.inter_op.pipeline_seconds import ONCE
+from autopar.pipeline_plan import ONCE
 from autopar.schedules.instructions import Send
 from autopar.verification import VerifiedRow
 

@@ -14,7 +14,10 @@ from typing import Literal
 from autopar.cost_model.calibration.tuning import TUNING
 
 Collective = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute"]
-Kind = Literal["product", "reordered", "transposed", "random", "pointwise", "operation", "dispatch"] | Collective
+Kind = (
+    Literal["product", "reordered", "transposed", "random", "pointwise", "operation", "dispatch", "transfer"]
+    | Collective
+)
 PRODUCTS_CPU = (
     (512, 512, 512),
     (32, 32, 32),
@@ -43,10 +46,12 @@ TRANSPOSED = ((4096, 4096), (16384, 1024), (1024, 1024))
 CALLS = ((1,), (100,))
 CALLS_CPU = ((50, 2**15), (50, 2**17), (20, 2**17))
 """As the tasks of a pipeline have them: they read what others made, and write arrays of their own."""
+TRANSFERS_CPU = ((1, 2**12), (16, 2**12), (4, 2**20), (1, 2**20), (16, 2**17), (4, 2**12))
+"""From a mesh of one half of the devices to one of the other."""
 COLLECTIVES: tuple[Collective, ...] = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute")
 ROUNDED = "tensorfloat32"
 """What products of float32 run in where nothing else is asked for; a device without it takes as long as in float32."""
-NEEDED: Mapping[Kind, int] = {"dispatch": 2, **dict.fromkeys(COLLECTIVES, 2)}
+NEEDED: Mapping[Kind, int] = {"dispatch": 2, "transfer": 3, **dict.fromkeys(COLLECTIVES, 2)}
 """How many cases of a kind its figures need, if more than one."""
 
 
@@ -58,7 +63,8 @@ class Case:
         kind: What is done.
         sizes: m, n, k of a "product"; examples, positions, heads and width of "reordered" products; rows and columns of a
             "transposed" copy; bytes of "pointwise" and "random" work; ranks and bytes of a collective; the number of small
-            operations of an "operation" case; arrays of a "dispatch", and bytes of each if its results do not take their places.
+            operations of an "operation" case; arrays of a "dispatch", and bytes of each if its results do not take their places;
+            arrays of a "transfer" between meshes, and bytes of each as a whole.
         dtype: The number format.
     """
 
@@ -99,6 +105,7 @@ def cases_for(platform: str, devices: int) -> tuple[Case, ...]:
     cases += [Case("pointwise", (length,)) for length in lengths]
     cases += [Case("operation", (TUNING.chains * TUNING.chain_length,))]
     cases += [Case("dispatch", sizes) for sizes in (*CALLS, *(CALLS_CPU if on_cpu else ()))]
+    cases += [Case("transfer", sizes) for sizes in (TRANSFERS_CPU if on_cpu and devices > 1 else ())]
     groups = [n for n in range(2, devices + 1) if devices % n == 0 and (n & (n - 1) == 0 or n == devices)]
     payloads = (2**22, 2**10, 2**20, 2**16) if on_cpu else (2**26, 2**12, 2**20)
     cases += [Case(kind, (n, size)) for kind in COLLECTIVES for n in reversed(groups) for size in payloads]

@@ -12,6 +12,7 @@ a `Cluster`, and how far each kind of sample lies from what the cluster says of 
                  on a device that fuses, bytes that the chain reads and writes / bandwidth + launch
     collective   a + a1 n + (b + b1 n) x bytes each rank sends                  a, a1, b, b1 for each kind
     dispatch     c + c1 x arrays + c2 x bytes in and out                        c, c1, c2
+    transfer     a + s x arrays + bytes that each device carries / bandwidth    a and bandwidth of the first tier, s
 
 The bandwidth is that of equations, not of copies, where the planner prices each equation of a chain by what it writes: a chain
 as training steps have it (exponentials, divisions) takes longer than its traffic there. Whether the compiler makes one kernel of
@@ -34,6 +35,7 @@ from autopar.cost_model.calibration.fits import (
     fit_pointwise,
     fit_products,
     fit_traffic,
+    fit_transfers,
     random_s_and_bytes,
     transposed_bytes,
 )
@@ -59,6 +61,8 @@ class Calibrated:
     errors: Mapping[str, float]
 
 
+_LEAST_S_PER_BYTE = 1e-13
+"""Of transfers whose bytes take no time that could be measured: 10 TB/s, more than any memory has."""
 Samples = Mapping[str, Sequence[Sample]]
 """Samples by kind."""
 
@@ -78,6 +82,12 @@ def fit_cluster(samples: Sequence[Sample], preset: Cluster, devices: MeasuredDev
             measured[kind], errors[kind] = fit_collective(kind, by_kind[kind])
     first = preset.tiers[0]
     holds_all = first.devices is None or first.devices >= devices.count
+    sent_s_per_array = preset.sent_s_per_array
+    if "transfer" in by_kind and holds_all:
+        latency_s, sent_s_per_array, s_per_byte, errors["transfer"] = fit_transfers(by_kind["transfer"], devices.count)
+        first = dataclasses.replace(
+            first, latency_s=latency_s, bytes_per_s=1 / max(s_per_byte, _LEAST_S_PER_BYTE), efficiency=1.0
+        )
     cluster = dataclasses.replace(
         preset,
         name=name,
@@ -86,6 +96,7 @@ def fit_cluster(samples: Sequence[Sample], preset: Cluster, devices: MeasuredDev
         call_s=call_s,
         call_s_per_array=call_s_per_array,
         call_s_per_byte=call_s_per_byte,
+        sent_s_per_array=sent_s_per_array,
     )
     return Calibrated(cluster, errors)
 

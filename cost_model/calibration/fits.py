@@ -90,6 +90,19 @@ def fit_calls(samples: Sequence[Sample]) -> tuple[float, float, float, float]:
     return call_s, per_array_s, per_byte_s, error
 
 
+def fit_transfers(samples: Sequence[Sample], devices: int) -> tuple[float, float, float, float]:
+    """(seconds of a transfer, of each array, of each byte that a device carries, error) between halves of so many devices.
+
+    Of the median round: the host's threads wait for their turn on cores that compute, which the least one did not.
+    """
+    rows = []
+    for sample in samples:
+        arrays, size = sample.case.sizes
+        rows.append((1.0, float(arrays), arrays * size / (devices // 2)))
+    (latency_s, per_array_s, per_byte_s), error = nonnegative_fit(rows, [s.seconds * s.spread for s in samples])
+    return latency_s, per_array_s, per_byte_s, error
+
+
 def fit_collective(kind: Collective, samples: Sequence[Sample]) -> tuple[MeasuredCollective, float]:
     """(figures, error) of one kind of collective."""
     rows = []

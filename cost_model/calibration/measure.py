@@ -104,8 +104,8 @@ def _time(run: Program, count: int, clock: Callable[[], float]) -> float:
 def _prepare(case: Case, devices: Sequence[jax.Device]) -> _Prepared:
     """Compile a case and find how often to repeat it."""
     run = make_program(case, devices)
-    # One thread of the host calls a step, whatever the devices do, so the wall's clock counts.
-    clock = time.perf_counter if case.kind == "dispatch" else step_clock(devices)
+    # One thread of the host calls a step, and copies, whatever the devices do, so the wall's clock counts.
+    clock = time.perf_counter if case.kind in ("dispatch", "transfer") else step_clock(devices)
     run(1)
     empty_s, count = _time_least(run, 0, clock), 1
     while (took := _time_least(run, count, clock) - empty_s) < TUNING.case_s / 4 and count < 1 << 16:

@@ -8,9 +8,11 @@ measured by programs without one.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import jax
@@ -54,6 +56,47 @@ def _make_calls(case: Case, devices: Sequence[jax.Device]) -> Program:
             held[0] = jax.block_until_ready(step(held[0]))
 
     return run
+
+
+def _make_transfers(case: Case, devices: Sequence[jax.Device]) -> Program:
+    """Copies of so many arrays, each divided among one half of the devices, to the other half, which computes meanwhile.
+
+    So do the meshes of a pipeline: a host that shares its cores with them copies several times slower than alone.
+    """
+    number, size = case.sizes
+    each = len(devices) // 2
+    halves = [Mesh(np.array(own), ("device",)) for own in (devices[:each], devices[each : 2 * each])]
+    here, there = (NamedSharding(mesh, P("device")) for mesh in halves)
+    length = each * max(1, size // 4 // each)
+    arrays = [jax.device_put(np.zeros(length, np.float32), here) for _ in range(number)]
+    work = jax.jit(lambda x: _activate(x)[0], out_shardings=there)
+    operand = jax.device_put(np.zeros(each * TUNING.beside_length, np.float32), there)
+    _wait([work(operand)])
+
+    def run(count: int) -> None:
+        with _repeated(lambda: _wait([work(operand)])):
+            for _ in range(count):
+                _wait(jax.device_put(arrays, [there] * number, may_alias=False))
+
+    return run
+
+
+@contextlib.contextmanager
+def _repeated(job: Callable[[], None]) -> Iterator[None]:
+    """A context in which another thread does a job again and again; it ends with the job that is under way."""
+    over = threading.Event()
+
+    def work() -> None:
+        while not over.is_set():
+            job()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def _make_loop(case: Case, devices: Sequence[jax.Device]) -> Program:
@@ -204,6 +247,7 @@ def _wait(values: Sequence[jax.Array]) -> None:
 
 _MAKERS: Mapping[str, Callable[[Case, Sequence[jax.Device]], Program]] = {
     "dispatch": _make_calls,
+    "transfer": _make_transfers,
     "reordered": _make_straight,
     "transposed": _make_straight,
     "random": _make_straight,

@@ -18,6 +18,7 @@ class Tuning:
         merged: Independent all-reduces at once; so many are a few layers' statistics or the gradients of a block.
         waiting_width: Elements of a collective whose waiting is measured: too few for their bytes to count.
         warm_rounds: Rounds that do not count.
+        beside_length: Elements on which each device computes beside transfers: half a millisecond, as short tasks of stages.
         disturbed: Compute that takes this many times its processor time was disturbed by other programs.
     """
 
@@ -29,6 +30,7 @@ class Tuning:
     merged: int = 4
     waiting_width: int = 64
     warm_rounds: int = 2
+    beside_length: int = 2**14
     disturbed: float = 1.25
 
 

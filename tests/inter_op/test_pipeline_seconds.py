@@ -6,10 +6,12 @@ import pytest
 
 from autopar.cost_model.hardware import preset
 from autopar.explain.figures import parts_of
-from autopar.inter_op.pipeline_seconds import ONCE, find_exposed_s, predict_step_s, schedule_of
-from autopar.pipeline_plan import TransferPlan
+from autopar.inter_op.candidates.timetables import Timetable
+from autopar.inter_op.pipeline_seconds import find_exposed_s, predict_step_s, schedule_of, time_stages
+from autopar.pipeline_plan import ONCE, TransferPlan, plan_from_json, sent_once_s
 from autopar.schedules.schedules import make_schedule
 from autopar.simulate.reprice import reprice
+from tests.inter_op.test_search import searched, two_nodes
 from tests.schedules.chains import TRAINING_IN_ONE
 from tests.why.test_leaf import planned
 
@@ -110,3 +112,69 @@ def test_a_call_pays_for_the_arrays_that_come_and_go():
         assert stage.backward_s >= stage.forward_s / 2
         assert 2 * stage.forward_s == pytest.approx(round(2 * stage.forward_s), abs=0.01)
         assert stage.once_s >= weights
+
+
+def sends(p, m, seconds, **options):
+    """What neighbours of p stages send each other for m microbatches, forward and back."""
+    return [
+        TransferPlan(source=a, target=b, what=what, bytes=1, count=m, predicted_s=seconds, **options)
+        for s in range(p - 1)
+        for a, b, what in ((s, s + 1, "forward"), (s + 1, s, "backward"))
+    ]
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager-1f1b", "zb-h1"])
+def test_what_a_mesh_sends_by_its_own_work_hides_behind_nothing(name):
+    """A step takes as long as with tasks that are longer by it; at least as long as over links of their own."""
+    p, m, sent_s = 3, 6, 0.25
+    schedule, stages = make_schedule(name, num_meshes=p, num_microbatches=m), [(1.0, 2.0)] * p
+    alone_s = time_stages(schedule, stages).makespan_s
+    with_work_s = alone_s + find_exposed_s(schedule, stages, sends(p, m, sent_s, is_work=True))
+    over_links_s = alone_s + find_exposed_s(schedule, stages, sends(p, m, sent_s))
+    assert over_links_s <= with_work_s + 1e-12
+    sending = [(1.0 + sent_s * (s < p - 1), 2.0 + sent_s * (s > 0)) for s in range(p)]
+    if name != "zb-h1":
+        assert with_work_s == pytest.approx(time_stages(schedule, sending).makespan_s)
+    else:  # the half of backward that others wait for is longer, and the other half is not
+        assert with_work_s <= time_stages(schedule, sending).makespan_s + sent_s * m
+        assert with_work_s >= alone_s + sent_s * m
+
+
+def test_a_mesh_s_own_work_for_stages_that_are_no_neighbours_counts_in_every_microbatch():
+    schedule, stages = make_schedule("gpipe", num_meshes=3, num_microbatches=4), [(1.0, 2.0)] * 3
+    skip = TransferPlan(source=0, target=2, what="forward", bytes=1, count=4, predicted_s=0.5)
+    assert find_exposed_s(schedule, stages, [skip]) == pytest.approx(0.5)
+    assert find_exposed_s(schedule, stages, [dataclasses.replace(skip, is_work=True)]) > 0.5
+
+
+def test_transfers_once_a_step_run_side_by_side_but_for_the_work_of_one_stage():
+    once = [
+        TransferPlan(source=source, target=2, what=what, bytes=1, count=1, predicted_s=seconds)
+        for source, what, seconds in ((0, "update", 1.0), (0, "weights", 2.0), (1, "update", 2.5), (1, "forward", 9.0))
+    ]
+    assert sent_once_s(once) == 2.5
+    assert sent_once_s([dataclasses.replace(one, is_work=True) for one in once]) == 3.0
+    assert sent_once_s(()) == 0.0
+
+
+def test_where_devices_share_the_host_a_plan_s_transfers_are_work_of_the_stages_that_send():
+    shared = dataclasses.replace(machine(1), sent_s_per_array=0.1, shares_host=True)
+    for cluster, is_work in ((shared, True), (dataclasses.replace(shared, shares_host=False), False)):
+        plan = planned(**STAGES, schedule="1f1b", cluster=cluster)
+        assert any(item.what not in ONCE for item in plan.transfers)
+        for item in plan.transfers:
+            assert item.is_work == is_work
+            assert item.predicted_s == pytest.approx(0.1 * item.arrays, rel=0.01)
+        assert predict_step_s(plan) == pytest.approx(plan.step_s, rel=1e-12)
+        assert plan_from_json(plan.to_json()) == plan
+    here = reprice(plan, shared, planned_for=cluster)
+    assert here.waited_s > here.planned_waited_s
+
+
+def test_stages_are_chosen_by_sums_that_know_what_sending_takes_of_them():
+    """Two stages, four microbatches, a tenth of a second to send: one before the other, as the schedule has it."""
+    shared = dataclasses.replace(two_nodes(), sent_s_per_array=0.1, shares_host=True)
+    found = searched(64, 4, shared, num_stages=2, timetables=[Timetable(4, "1f1b")])
+    assert found.choice.step_s == pytest.approx((4 + 1) * 0.1, rel=0.02)
+    schedule = make_schedule("1f1b", num_meshes=2, num_microbatches=4)
+    assert find_exposed_s(schedule, [(1e-9, 1e-9)] * 2, sends(2, 4, 0.1, is_work=True)) == pytest.approx(0.5)

@@ -224,7 +224,8 @@ def _name_sources(beside: Beside, waiting: str) -> dict[str, str]:
     merged = " and all_reduce_latency" if waiting == MEASURED_WAITING else ""
     return {
         "device": f"{measured}, all devices busy at once; {whole}; memory as the system tells",
-        "tiers": f"collectives {measured}; {waiting}; latency and bandwidth of other tiers from the preset of this device",
+        "tiers": f"collectives {measured}, and transfers between meshes where devices share the host; {waiting}; "
+        "latency and bandwidth of other tiers from the preset of this device",
         "overlap": "from the preset of this device",
         "compiler": f"calls{merged} {measured}; the rest from the preset of this device",
     }

@@ -102,6 +102,10 @@ def make_table(found: Calibrated, samples: Sequence[Sample]) -> Table:
     if cluster.call_s_per_byte:
         called += f" + {cluster.call_s_per_byte * 1e9:.2f} ns a byte of tasks"
     row("calls", called, "dispatch")
+    if "transfer" in found.errors:
+        first = cluster.tiers[0]
+        sent = f"{first.latency_s * 1e6:.0f} us + {cluster.sent_s_per_array * 1e6:.1f} us an array"
+        row("transfers between meshes", f"{sent} + {first.bytes_per_s / 1e9:.2f} GB/s a device", "transfer")
     for kind, figures in cluster.tiers[0].measured.items():
         latency = f"{figures.latency_s * 1e6:.0f} + {figures.latency_s_per_rank * 1e6:.1f} n us"
         per_byte = f"{figures.s_per_byte * 1e9:.3f} + {figures.s_per_byte_per_rank * 1e9:.4f} n ns a byte"

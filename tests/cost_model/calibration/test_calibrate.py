@@ -77,6 +77,9 @@ def true_seconds(case: Case) -> float:
         case "dispatch":
             arrays, *size = case.sizes
             return 50e-6 + 4e-6 * arrays + 0.3e-9 * 2 * arrays * sum(size)
+        case "transfer":
+            arrays, size = case.sizes
+            return 70e-6 + 90e-6 * arrays + arrays * size / 4 / 3e9
     a, a1, b, b1 = PER_KIND[case.kind]
     n, size = case.sizes
     factor = {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1.0}.get(case.kind, (n - 1) / n)
@@ -100,6 +103,11 @@ def test_the_fit_finds_the_device_that_made_the_measurements(found):
     assert device.transpose_s_per_byte == pytest.approx(2e-9, rel=1e-6)
     assert (found.cluster.call_s, found.cluster.call_s_per_array) == pytest.approx((50e-6, 4e-6))
     assert found.cluster.call_s_per_byte == pytest.approx(0.3e-9)
+    first = found.cluster.tiers[0]
+    assert (first.latency_s, found.cluster.sent_s_per_array) == pytest.approx((70e-6, 90e-6))
+    assert first.sustained_bytes_per_s == pytest.approx(3e9)
+    sent_s = found.cluster.transfer_s(2**20, source=range(4), target=range(4, 8), arrays=3)
+    assert sent_s == pytest.approx(70e-6 + 3 * 90e-6 + 2**18 / 3e9), "as a plan prices it"
     assert max(found.errors.values()) < 1e-3
 
 
