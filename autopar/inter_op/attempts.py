@@ -48,6 +48,7 @@ class Attempts:
         self._smallest: tuple[TracedStep, Repeated | None] | None = None
         self.errors: dict[OutOfMemoryError | ConstraintError, Alternative] = {}
         self._refused: dict[Hashable, OutOfMemoryError | ConstraintError] = {}
+        self._beaten: dict[Hashable, Beaten] = {}
 
     def prefer(self, meshes: Sequence[LogicalMesh]) -> None:
         """From now on, look at these meshes before the others."""
@@ -98,6 +99,8 @@ class Attempts:
         if (known := self._refused.get(self._key(step, repeated))) is not None:
             self._last = known
             return None
+        if (beaten := self._beaten.get(self._key(step, repeated))) is not None:
+            return beaten  # the time to beat has not risen
         enter("planning on one mesh" + (f" in {step.microbatches} microbatches" if step.microbatches > 1 else ""))
         try:
             self._last = None
@@ -114,6 +117,7 @@ class Attempts:
             return None
         if isinstance(planned, Beaten):
             self._has_beaten = True
+            self._beaten[self._key(step, repeated)] = planned
             estimate_s = planned.at_least_s if planned.step_s is None else None
             self._compared.append(replace(row, step_s=planned.step_s, estimate_s=estimate_s))
             return planned

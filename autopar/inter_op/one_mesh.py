@@ -3,7 +3,8 @@
 In: a traced step, what the user fixed of the two, the meshes and the memory limit. Out: the `PlannedStep` that is fastest. One
 microbatch is planned first: the same work in smaller pieces takes no less time, so nothing else is tried if the step fits and
 the limit costs little. If nothing fits, or the limit makes the step dear (`Tuning.dear`), more microbatches are planned, and
-recomputation if these are dear as well, or take far longer than their work alone. If that wins, less of it is tried in as many
+recomputation if these are dear as well, or take far longer than their work alone. It comes first, as it needs fewer microbatches,
+where these would have fewer examples than there are devices, and stages are planned. If it wins, less of it is tried in as many
 microbatches: all but the values that the user named, and of the first layers only, as many as the rest needs to fit. The first
 number is the one in which the temporaries of the plan without a limit should fit. From there it rises until a plan fits, and on
 while plans are dear and become faster; if the clock ends this before anything fits, one more number is planned, and then the
@@ -13,6 +14,7 @@ all; nobody looks for it.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -76,11 +78,16 @@ def plan_on_one_mesh(
         return attempts.best()
     roomier = 1.0 if beat_s == math.inf else tuning.roomier_mesh
     ways = plain = _Ways(attempts, step, counts[1:], repeated)
-    plain.find_first(far, roomier=roomier)
+    again = functools.partial(_plan_recomputed, attempts, traced, counts, excess=far, roomier=roomier, tuning=tuning)
+    again_first = recompute == "auto" and beat_s < math.inf and plain.have_too_few_examples(roomier * far, devices)
+    if again_first:
+        ways = again() or plain
+    if not again_first or not attempts.is_over:
+        plain.find_first(far, roomier=roomier)
     if recompute != "auto" or attempts.is_dear() or not attempts.may_recompute():
         plain.refine()
-    if recompute == "auto" and attempts.may_recompute() and not attempts.is_over:
-        ways = _plan_recomputed(attempts, traced, counts, excess=far, roomier=roomier, tuning=tuning) or plain
+    if recompute == "auto" and not again_first and attempts.may_recompute() and not attempts.is_over:
+        ways = again() or plain
     plain.refine()
     if attempts.is_late:
         ways.plan_leanest(devices)
@@ -217,6 +224,10 @@ class _Ways:
         self._tried: set[int] = set()
         self._fitting: int | None = None
         self._next, self._has_gap = 0, False
+
+    def have_too_few_examples(self, count: float, devices: int) -> bool:
+        """Whether a microbatch has fewer examples than there are devices, if there are so many microbatches."""
+        return bool(self._counts) and self._counts[-1] // self._counts[self._place_of(count)] < devices
 
     def plan_leanest(self, devices: int) -> None:
         """Plan the largest number of microbatches with an example for each device, unless it was."""

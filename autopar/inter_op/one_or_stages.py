@@ -175,7 +175,7 @@ def _nodes_exchange_little(comparison: _OneOrStages, nodes: int, per_node: int) 
 def _plan_stages_first(comparison: _OneOrStages) -> PlannedStep | PlannedPipeline:
     match comparison.search_stages():
         case SearchedPipeline() as found:
-            return _compare_with_one_mesh(comparison, found, _promising_on_one_mesh(found))
+            return _compare_with_one_mesh(comparison, found, _promising_on_one_mesh(found, comparison.tuning))
         case OneStage(promising=None) as none_found:
             return _faster(comparison.plan_on_one_mesh(), none_found)
         case OneStage() as none_found:
@@ -230,14 +230,14 @@ def _plan_as_one_stage(comparison: _OneOrStages, none_found: OneStage) -> Planne
     )
 
 
-def _promising_on_one_mesh(found: SearchedPipeline) -> Promising | None:
-    """The number of microbatches in which one stage beats the stages by the sum of its layers, as far as that was looked at."""
+def _promising_on_one_mesh(found: SearchedPipeline, tuning: Tuning) -> Promising | None:
+    """The number of microbatches in which one stage beats the stages well by the sum of its layers, as far as that is known."""
     least_s: dict[int, float] = dict([found.alone_fits] if found.alone_fits is not None else [])
     for row in found.compared:
         if row.num_stages == 1 and row.estimate_s is not None:
             least_s[row.num_microbatches] = min(row.estimate_s, least_s.get(row.num_microbatches, math.inf))
     best = min(least_s, key=least_s.__getitem__, default=None)
-    if best is None or least_s[best] >= found.pipeline.plan.step_s:
+    if best is None or least_s[best] * (1 + tuning.worth) >= found.pipeline.plan.step_s:
         return None
     return Promising(best, ())
 

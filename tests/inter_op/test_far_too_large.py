@@ -228,6 +228,51 @@ def test_where_a_roomy_guess_is_beaten_the_usual_one_is_planned(traced, monkeypa
     assert isinstance(found, Slower) == (slow == 2)
 
 
+@pytest.mark.parametrize(
+    ("devices", "beat_s", "tried"),
+    [
+        (4096, 1e9, ["again", 4, 2]),
+        (4, 1e9, [4, "again", 2]),
+        (4096, math.inf, [2, "again"]),
+    ],
+    ids=["fewer examples than devices", "enough examples", "no stages"],
+)
+def test_forward_work_is_done_again_first_where_microbatches_would_have_fewer_examples_than_devices(
+    traced, monkeypatch, devices, beat_s, tried
+):
+    """Its microbatches are fewer, and each has examples for all devices. Where there is no other plan, the usual order holds."""
+
+    def plan(step, request, shared):
+        WAYS.append(step.microbatches)
+        return plan_way(step, dataclasses.replace(request, memory_limit_bytes=None), SharedSearch())
+
+    monkeypatch.setattr(attempts, "plan_way", plan)
+    monkeypatch.setattr(attempts, "far_excess", lambda *_: 2.0)
+    monkeypatch.setattr(attempts.Attempts, "is_dear", lambda these: not these._found)
+    monkeypatch.setattr(attempts.Attempts, "may_recompute", lambda _: True)
+    monkeypatch.setattr(one_mesh, "_plan_recomputed", lambda *_, **__: WAYS.append("again"))
+    request = request_for(300_000, large=0)
+    plan_on_one_mesh(traced, request, num_microbatches="auto", recompute="auto", devices=devices, beat_s=beat_s)
+    assert tried == WAYS
+
+
+def test_a_way_that_was_beaten_is_not_planned_again(traced, monkeypatch):
+    """What is asked for first by what its layers promise is also the usual guess."""
+
+    def plan(step, request, shared):
+        WAYS.append(step.microbatches)
+        return Beaten(None, 2.0)
+
+    monkeypatch.setattr(attempts, "plan_way", plan)
+    monkeypatch.setattr(attempts, "far_excess", lambda *_: 2.0)
+    request, promising = request_for(300_000, large=0), Promising(4, ())
+    found = plan_on_one_mesh(
+        traced, request, num_microbatches="auto", recompute="none", devices=4, beat_s=1e9, promising=promising
+    )
+    assert isinstance(found, Slower)
+    assert WAYS == [4, 2]
+
+
 def test_where_it_may_fit_one_microbatch_is_planned_first(traced):
     assert planned(traced, 10**8, large=0)[1] == (1,)
 
