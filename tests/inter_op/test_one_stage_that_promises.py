@@ -12,10 +12,11 @@ from autopar.inter_op.attempts import Slower
 from autopar.inter_op.candidates.tuning import TUNING
 from autopar.inter_op.describe_pipeline import PlannedPipeline
 from autopar.inter_op.one_mesh import Promising
-from autopar.inter_op.search_pipeline import OneStage, SearchedPipeline
+from autopar.inter_op.plan_pipeline import PipelineWishes
+from autopar.inter_op.search_pipeline import OneStage, SearchedPipeline, search_pipeline
 from autopar.intra_op.request import PlannedStep
 from tests.inter_op.test_one_or_stages import node, planned
-from tests.inter_op.test_search import request_on
+from tests.inter_op.test_search import arguments, request_on, traced_step
 
 
 @pytest.mark.parametrize(("promised", "has_stages"), [(1.0, False), (0.5, True), (None, True)])
@@ -91,6 +92,18 @@ def test_what_stages_cannot_be_planned_for_is_left_to_one_mesh(error, monkeypatc
 
     one_stage = OneStage(promising=Promising(8, (), step_s=1.0), several=several)
     assert comparison.plan_several(one_stage, beat_s=1.0) == OneStage()
+
+
+def test_several_stages_are_planned_as_wholes_only_if_they_promise_enough():
+    traced, wishes = traced_step(*arguments(2048, batch=2048)), PipelineWishes(num_stages=1, num_microbatches=4)
+    one_stage = search_pipeline(traced, wishes, request_on(node(1e13)), devices=4)
+    assert isinstance(one_stage, OneStage)
+    promised_s = one_stage.promising.step_s
+    assert isinstance(one_stage.several(math.inf, promised_s, False), OneStage), "several promise more than one"
+    found = one_stage.several(math.inf, math.inf, False)
+    assert isinstance(found, SearchedPipeline)
+    assert found.pipeline.plan.num_stages > 1
+    assert found.one_stage_s == pytest.approx(promised_s), "what one stage takes is known of the first search"
 
 
 def planned_step(step_s):

@@ -172,9 +172,10 @@ def test_where_devices_share_the_host_a_plan_s_transfers_are_work_of_the_stages_
 
 
 def test_stages_are_chosen_by_sums_that_know_what_sending_takes_of_them():
-    """Two stages, four microbatches, a tenth of a second to send: one before the other, as the schedule has it."""
-    shared = dataclasses.replace(two_nodes(), sent_s_per_array=0.1, shares_host=True)
-    found = searched(64, 4, shared, num_stages=2, timetables=[Timetable(4, "1f1b")])
-    assert found.choice.step_s == pytest.approx((4 + 1) * 0.1, rel=0.02)
-    schedule = make_schedule("1f1b", num_meshes=2, num_microbatches=4)
+    """Two stages, four microbatches, a tenth of a second to send: a link each way would carry what goes back meanwhile."""
+    for shares_host, seconds in ((True, (4 + 1) * 0.1), (False, 4 * 0.1)):
+        cluster = dataclasses.replace(two_nodes(), sent_s_per_array=0.1, shares_host=shares_host)
+        found = searched(64, 4, cluster, num_stages=2, timetables=[Timetable(4, "eager-1f1b")])
+        assert found.choice.step_s == pytest.approx(seconds, rel=0.02)
+    schedule = make_schedule("eager-1f1b", num_meshes=2, num_microbatches=4)
     assert find_exposed_s(schedule, [(1e-9, 1e-9)] * 2, sends(2, 4, 0.1, is_work=True)) == pytest.approx(0.5)
