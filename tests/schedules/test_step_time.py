@@ -55,3 +55,10 @@ def test_without_seconds_of_transfers_they_take_no_time():
     assert time_step(schedule, run_s).makespan_s == (8 + 3) * 3
     sent_s = {(kind, stage): Fraction(1, 2) for kind, stage in run_s}
     assert time_step(schedule, run_s, sent_s).makespan_s == 33 + 2 * 3 * Fraction(1, 2) + (8 - 1) * 3 // 4
+
+
+def test_a_link_carries_one_thing_after_the_other():
+    """Three microbatches forward arrive at 6, 11, 16; their gradients leave from 18 on, and arrive at 23, 28, 33."""
+    schedule = make_schedule("gpipe", num_meshes=2, num_microbatches=3)
+    run_s = {(kind, stage): 1 for kind in schedule.kinds for stage in range(2)}
+    assert time_step(schedule, run_s, {("forward", 0): 5, ("backward", 1): 5}).makespan_s == 34
