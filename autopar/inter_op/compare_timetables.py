@@ -48,7 +48,7 @@ def plan_best_pipeline(
     `seeks_room`: where the usual number of microbatches does not fit, larger ones are tried.
     """
     started = time.perf_counter()
-    tables = [t for t in wishes.timetables(traced, wishes.num_stages, tuning) if _is_possible(t, wishes)]
+    tables = [t for t in wishes.timetables(traced, wishes.num_stages, devices, tuning) if _is_possible(t, wishes)]
     more = wishes.larger_timetables(traced, tables, tuning) if seeks_room else ()
     comparison = _Comparison(
         traced,

@@ -54,10 +54,12 @@ class PipelineWishes:
     recompute: Recompute = "auto"
     following: Following | None = None
 
-    def timetables(self, traced: TracedStep, num_stages: int, tuning: Tuning = TUNING) -> tuple[Timetable, ...]:
-        """The timetables that are left open for about `num_stages` stages: the usual one first."""
+    def timetables(
+        self, traced: TracedStep, num_stages: int, devices: int, tuning: Tuning = TUNING
+    ) -> tuple[Timetable, ...]:
+        """The timetables that are left open for about `num_stages` stages on these devices: the usual one first."""
         counts, given = self._counts(traced), self.num_microbatches
-        usual = usual_microbatches(counts, num_stages) if given == "auto" else given
+        usual = usual_microbatches(counts, num_stages, devices=devices) if given == "auto" else given
         around = counts_around(counts, usual, tuning) if given == "auto" else (given,)
         return self._list(traced, around, usual, tuning)
 

@@ -143,7 +143,7 @@ def _search(
     tuning: Tuning,
     kinds: KindsInOrder,
 ) -> SearchedPipeline | OneStage:
-    tables = wishes.timetables(traced, num_stages or _usual_stages(request, devices, kinds), tuning)
+    tables = wishes.timetables(traced, num_stages or _usual_stages(request, devices, kinds), devices, tuning)
     split = split_scans(traced, every_layer(traced))
     found = search_stages(
         make_loops(split, tables[0].microbatches),

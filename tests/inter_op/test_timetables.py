@@ -92,3 +92,11 @@ def test_what_is_decided_by_hand_is_not_compared(options, expected):
 def test_the_usual_number_is_the_most_up_to_four_per_stage():
     assert usual_microbatches((1, 2, 4, 8, 16, 32), 2) == 8
     assert usual_microbatches((5, 25), 1) == 1
+
+
+def test_the_usual_number_is_one_whose_examples_the_devices_of_a_stage_divide():
+    assert usual_microbatches(divisors(1520), 8) == 20
+    assert usual_microbatches(divisors(1520), 8, devices=64) == 19, "80 examples among 8 devices, not 76"
+    assert usual_microbatches(divisors(1536), 8, devices=64) == 32, "48 examples do as well as 64"
+    assert usual_microbatches(divisors(14), 2, devices=8) == 7, "2 examples among 4 devices: the largest as well as any"
+    assert usual_microbatches((1, 16), 2, devices=16) == 1, "two per stage at least: nothing is near"
