@@ -25,6 +25,7 @@ keeps the earlier choice, so the optimum is reached up to that.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import heapq
 import math
@@ -127,6 +128,27 @@ class _Worklist:
         return node
 
 
+class _Queue:
+    """A set of nodes that gives the one that waits longest: a node with many neighbours is looked at once for all of them."""
+
+    def __init__(self, nodes: Iterable[int]) -> None:
+        self.line = collections.deque(sorted(nodes))
+        self.members = set(self.line)
+
+    def __bool__(self) -> bool:
+        return bool(self.line)
+
+    def add(self, nodes: Iterable[int]) -> None:
+        new = sorted(set(nodes) - self.members)
+        self.members.update(new)
+        self.line.extend(new)
+
+    def pop(self) -> int:
+        node = self.line.popleft()
+        self.members.discard(node)
+        return node
+
+
 class _Reducer:
     """The objective while it shrinks: costs, choices left and neighbours of the nodes left."""
 
@@ -152,7 +174,7 @@ class _Reducer:
     def run(self) -> Reduced:
         for v in sorted(self.cost):
             self._drop_infinite(v)
-        light, unexamined = _Worklist(self.cost), _Worklist(self.cost)
+        light, unexamined = _Worklist(self.cost), _Queue(self.cost)
         while (light or unexamined) and not self.budget.is_over:
             if light:
                 v = light.pop()
@@ -266,6 +288,8 @@ class _Reducer:
             for matrix in self.near[v].values():
                 excess = excess + _least_difference(matrix)
                 excess[np.isnan(excess)] = -np.inf  # one edge forbids p and another p': neither beats the other
+                if np.count_nonzero(np.isfinite(excess)) == len(cost):
+                    break  # only the diagonal is left, and what is infinite stays so
         beaten: np.ndarray = excess >= -self.tolerance
         if v in self.keep and self.usage is not None:
             used = self.usage[v][self.choices[v]]
@@ -278,7 +302,7 @@ def _least_difference(matrix: np.ndarray) -> np.ndarray:
     """D[p', p] = min_q matrix[p', q] - matrix[p, q], where two infinities count as equal; NumPy may warn of an invalid value."""
     difference = matrix[:, None, :] - matrix[None, :, :]
     if not np.isfinite(matrix).all():
-        np.nan_to_num(difference, copy=False, nan=0.0, posinf=np.inf, neginf=-np.inf)
+        difference[np.isnan(difference)] = 0.0
     least: np.ndarray = np.minimum.reduce(difference, axis=2)
     return least
 
