@@ -158,46 +158,143 @@ def _search(
         tuning=tuning,
         kinds=kinds,
     )
-    finish = functools.partial(_finish, traced, split, wishes, tables, tuning, kinds.order)
     if isinstance(found, NotFaster):
         return OneStage(found.compared)
+    wholes = Wholes(
+        traced=traced, split=split, wishes=wishes, request=request, tables=tables, tuning=tuning, kinds=kinds.order
+    )
     if len(found.sizes) > 1 or kinds.order:  # on several kinds of node a single stage is a pipeline as well
-        return finish(request, find_bound_s, found, found)
+        return wholes.finish(find_bound_s, found, found)
 
     def several(beat_s: float, worth_s: float, has_fallback: bool) -> SearchedPipeline | OneStage:
         chosen = found.choose_several(beat_s)
         if isinstance(chosen, NotFaster) or chosen.choice.step_s > worth_s:
             return OneStage(chosen.compared)
-        again = dataclasses.replace(request, has_fallback=has_fallback)
-        return finish(again, lambda: bound_stages(traced, request, devices), chosen, found)
+        own = dataclasses.replace(request, has_fallback=has_fallback)
+        again = dataclasses.replace(wholes, request=own, known=KnownStages())
+        return again.finish(lambda: bound_stages(traced, request, devices), chosen, found)
 
     return OneStage(promising=_promising(found), several=several)
 
 
-def _finish(
-    traced: TracedStep,
-    split: SplitStep,
-    wishes: PipelineWishes,
-    tables: Sequence[Timetable],
-    tuning: Tuning,
-    kinds: Sequence[KindOfNodes],
-    request: PlanRequest,
-    find_bound_s: Callable[[], float],
-    found: Found,
-    hoped: Found,
-) -> SearchedPipeline:
-    """The chosen stages planned as wholes, in every schedule that fits; `hoped`: what was chosen before, one stage maybe."""
-    if request.has_fallback:
-        request.budget.require_time()
-    searched = time.perf_counter()
-    found, first = _plan_best_number(traced, split, found, wishes, request, tuning, kinds)
-    planned = {found.timetable: first, **plan_in_other_schedules(first, found.timetable, tables, request)}
-    best = min(planned.values(), key=lambda one: one.plan.step_s)
-    rows, bound_s = _all_compared(hoped.compared, planned), find_bound_s()
-    plan = dataclasses.replace(best.plan, compared=rows, lower_bound_s=bound_s)
-    if hoped.ended_early or found.ended_early:
-        plan = dataclasses.replace(plan, ended_early=True, not_compared=(*plan.not_compared, "other stages"))
-    return SearchedPipeline.of(dataclasses.replace(best, plan=plan), found, hoped, searched)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Wholes:
+    """Plans chosen stages as wholes. `tables`: the timetables that are compared; `known`: stages that are planned already."""
+
+    traced: TracedStep
+    split: SplitStep
+    wishes: PipelineWishes
+    request: PlanRequest
+    tables: Sequence[Timetable]
+    tuning: Tuning
+    kinds: Sequence[KindOfNodes]
+    known: KnownStages = dataclasses.field(default_factory=KnownStages)
+
+    def finish(self, find_bound_s: Callable[[], float], found: Found, hoped: Found) -> SearchedPipeline:
+        """The chosen stages planned, in every schedule that fits; `hoped`: what was chosen before, one stage maybe."""
+        if self.request.has_fallback:
+            self.request.budget.require_time()
+        searched = time.perf_counter()
+        found, first = self.plan_best_number(found)
+        others = plan_in_other_schedules(first, found.timetable, self.tables, self.request)
+        planned = {found.timetable: first, **others}
+        best = min(planned.values(), key=lambda one: one.plan.step_s)
+        rows, bound_s = _all_compared(hoped.compared, planned), find_bound_s()
+        plan = dataclasses.replace(best.plan, compared=rows, lower_bound_s=bound_s)
+        if hoped.ended_early or found.ended_early:
+            plan = dataclasses.replace(plan, ended_early=True, not_compared=(*plan.not_compared, "other stages"))
+        return SearchedPipeline.of(dataclasses.replace(best, plan=plan), found, hoped, searched)
+
+    def plan_best_number(self, found: Found) -> tuple[Found, PlannedPipeline]:
+        """The chosen stages; or others, if these take longer than promised and those promise less, or do not fit as wholes.
+
+        Stages whose work can be divided far more evenly are planned so first. Raises OutOfMemoryError if none fits, also of
+        those that are chosen in less memory.
+        """
+        tried, best, too_large = list[Found](), None, None
+        even = _even_out(found, self.tuning)
+        for one in (*([even] if even else []), found, *found.others[: self.tuning.second_looks]):
+            if best is not None and not self._may_be_faster(one, *best):
+                break
+            tried.append(one)
+            try:
+                planned = self.plan(one)
+            except OutOfMemoryError as error:
+                too_large = too_large or error
+                continue
+            except LateError:
+                if best is None:
+                    raise
+                return best
+            if best is None or planned.plan.step_s < best[1].plan.step_s:
+                best = one, planned
+        if best is None:
+            assert too_large is not None
+            return self._plan_in_less_memory(found, tried, too_large)
+        return self._compare_with_less_memory(found, best, tried)
+
+    def _compare_with_less_memory(
+        self, found: Found, best: tuple[Found, PlannedPipeline], tried: Sequence[Found]
+    ) -> tuple[Found, PlannedPipeline]:
+        """The best stages, or those chosen in less of the memory, if these promise less than what the best ones take."""
+        is_as_promised = best[1].plan.step_s <= (1 + self.tuning.squeezed) * found.choice.step_s
+        if self.request.budget.is_over or is_as_promised:
+            return best
+        try:
+            again = found.choose_within(self.tuning.smaller_rooms[0])
+            if isinstance(again, NotFaster) or any(_is_same(again, one) for one in tried):
+                return best
+            if not self._may_be_faster(again, *best):
+                return best
+            planned = self.plan(again)
+        except (OutOfMemoryError, LateError):
+            return best
+        return min(best, (again, planned), key=lambda one: one[1].plan.step_s)
+
+    def _plan_in_less_memory(
+        self, found: Found, tried: Sequence[Found], too_large: OutOfMemoryError
+    ) -> tuple[Found, PlannedPipeline]:
+        """Stages chosen again, in less of the memory: a sum of layers leaves things out. Raises `too_large` if none fits."""
+        for room in self.tuning.smaller_rooms:
+            if self.request.has_fallback:
+                self.request.budget.require_time()
+            try:
+                again = found.choose_within(room)
+                if isinstance(again, NotFaster):
+                    break
+                if not any(_is_same(again, one) for one in tried):
+                    return again, self.plan(again)
+            except OutOfMemoryError:
+                continue
+        raise too_large
+
+    def _may_be_faster(self, other: Found, best: Found, planned: PlannedPipeline) -> bool:
+        """Whether the best stages take longer than promised, and others promise less; there has to be time to plan them."""
+        to_beat_s, worth = planned.plan.step_s, 1 + self.tuning.worth
+        is_as_promised = to_beat_s <= worth * best.choice.step_s
+        return not (is_as_promised or other.choice.step_s * worth >= to_beat_s or self.request.budget.is_over)
+
+    def plan(self, found: Found) -> PlannedPipeline:
+        """The chosen stages, planned as wholes in the chosen timetable."""
+        schedule = schedule_for(found.timetable, len(found.sizes) // found.timetable.virtual_stages)
+        split, loop, cuts = rejoin_scans(self.split, found.loop, found.cuts)
+        kinds = {kind.number: kind for kind in self.kinds}
+        wanted = StageRequest(
+            meshes=found.meshes,
+            num_stages=schedule.num_stages,
+            num_microbatches=schedule.num_microbatches,
+            in_flight=InFlight(schedule),
+            cuts=cuts,
+            loop=loop,
+            split=split,
+            shares=found.shares,
+            known=self.known,
+            kinds=tuple(kinds[number] for number in found.kinds) if kinds else (),
+        )
+        of_stage = share_memory(self.request, schedule)
+        recompute = self.wishes.recompute
+        staged = plan_with_recomputation(self.traced, wanted, of_stage, recompute, tuning=self.tuning)
+        return describe_pipeline(self.traced, staged, schedule, self.request)
 
 
 def _promising(found: Found) -> Promising:
@@ -217,47 +314,6 @@ def _all_compared(
     rows = {timetable_of(one): one for one in compared}
     rows |= {timetable: alternative_of(one.plan) for timetable, one in planned.items()}
     return tuple(rows[timetable] for timetable in sorted(rows)) if len(rows) > 1 else ()
-
-
-def _plan_best_number(
-    traced: TracedStep,
-    split: SplitStep,
-    found: Found,
-    wishes: PipelineWishes,
-    request: PlanRequest,
-    tuning: Tuning,
-    kinds: Sequence[KindOfNodes],
-) -> tuple[Found, PlannedPipeline]:
-    """The chosen stages, planned; or others, if these take longer than promised and those promise less, or do not fit as wholes.
-
-    Stages whose work can be divided far more evenly are planned so first. Raises OutOfMemoryError if none fits, also of those
-    that are chosen in less memory.
-    """
-    known, tried, best, too_large = KnownStages(), list[Found](), None, None
-
-    def plan(one: Found) -> PlannedPipeline:
-        tried.append(one)
-        return _plan_found(traced, split, one, wishes, request, tuning, known, kinds)
-
-    even = _even_out(found, tuning)
-    for one in (*([even] if even else []), found, *found.others[: tuning.second_looks]):
-        if best is not None and not _may_be_faster(one, *best, request, tuning):
-            break
-        try:
-            planned = plan(one)
-        except OutOfMemoryError as error:
-            too_large = too_large or error
-            continue
-        except LateError:
-            if best is None:
-                raise
-            return best
-        if best is None or planned.plan.step_s < best[1].plan.step_s:
-            best = one, planned
-    if best is None:
-        assert too_large is not None
-        return _plan_in_less_memory(found, tried, plan, request, tuning, too_large)
-    return _compare_with_less_memory(found, best, tried, plan, request, tuning)
 
 
 def _even_out(found: Found, tuning: Tuning) -> Found | None:
@@ -289,92 +345,9 @@ def _even_out(found: Found, tuning: Tuning) -> Found | None:
     )
 
 
-def _compare_with_less_memory(
-    found: Found,
-    best: tuple[Found, PlannedPipeline],
-    tried: Sequence[Found],
-    plan: Callable[[Found], PlannedPipeline],
-    request: PlanRequest,
-    tuning: Tuning,
-) -> tuple[Found, PlannedPipeline]:
-    """The best stages, or those that are chosen in less of the memory, if these promise less than what the best ones take."""
-    if request.budget.is_over or best[1].plan.step_s <= (1 + tuning.squeezed) * found.choice.step_s:
-        return best
-    try:
-        again = found.choose_within(tuning.smaller_rooms[0])
-        if isinstance(again, NotFaster) or any(_is_same(again, one) for one in tried):
-            return best
-        if not _may_be_faster(again, *best, request, tuning):
-            return best
-        planned = plan(again)
-    except (OutOfMemoryError, LateError):
-        return best
-    return min(best, (again, planned), key=lambda one: one[1].plan.step_s)
-
-
-def _plan_in_less_memory(
-    found: Found,
-    tried: Sequence[Found],
-    plan: Callable[[Found], PlannedPipeline],
-    request: PlanRequest,
-    tuning: Tuning,
-    too_large: OutOfMemoryError,
-) -> tuple[Found, PlannedPipeline]:
-    """Stages chosen again, in less of the memory: a sum of layers leaves things out. Raises `too_large` if none fits."""
-    for room in tuning.smaller_rooms:
-        if request.has_fallback:
-            request.budget.require_time()
-        try:
-            again = found.choose_within(room)
-            if isinstance(again, NotFaster):
-                break
-            if not any(_is_same(again, one) for one in tried):
-                return again, plan(again)
-        except OutOfMemoryError:
-            continue
-    raise too_large
-
-
 def _is_same(one: Found, other: Found) -> bool:
     """Whether two choices are of the same stages in the same timetable."""
     one_cut, other_cut = (
         (found.timetable, found.cuts, found.sizes, found.shares, found.kinds) for found in (one, other)
     )
     return one_cut == other_cut and one.meshes == other.meshes
-
-
-def _may_be_faster(other: Found, best: Found, planned: PlannedPipeline, request: PlanRequest, tuning: Tuning) -> bool:
-    """Whether the best stages take longer than promised, and others promise less; there has to be time to plan them."""
-    to_beat_s, worth = planned.plan.step_s, 1 + tuning.worth
-    is_as_promised = to_beat_s <= worth * best.choice.step_s
-    return not (is_as_promised or other.choice.step_s * worth >= to_beat_s or request.budget.is_over)
-
-
-def _plan_found(
-    traced: TracedStep,
-    split: SplitStep,
-    found: Found,
-    wishes: PipelineWishes,
-    request: PlanRequest,
-    tuning: Tuning,
-    known: KnownStages,
-    kinds: Sequence[KindOfNodes],
-) -> PlannedPipeline:
-    """The chosen stages, planned as wholes in the chosen timetable; `known`: those that were planned before."""
-    schedule = schedule_for(found.timetable, len(found.sizes) // found.timetable.virtual_stages)
-    split, loop, cuts = rejoin_scans(split, found.loop, found.cuts)
-    wanted = StageRequest(
-        meshes=found.meshes,
-        num_stages=schedule.num_stages,
-        num_microbatches=schedule.num_microbatches,
-        in_flight=InFlight(schedule),
-        cuts=cuts,
-        loop=loop,
-        split=split,
-        shares=found.shares,
-        known=known,
-        kinds=tuple(next(kind for kind in kinds if kind.number == number) for number in found.kinds) if kinds else (),
-    )
-    of_stage = share_memory(request, schedule)
-    staged = plan_with_recomputation(traced, wanted, of_stage, wishes.recompute, tuning=tuning)
-    return describe_pipeline(traced, staged, schedule, request)

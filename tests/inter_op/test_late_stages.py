@@ -80,13 +80,13 @@ def test_one_stage_that_is_only_estimated_is_not_chosen_when_the_clock_ends(trac
 
 
 def test_where_the_best_stages_do_not_fit_as_wholes_others_are_planned(traced, monkeypatch):
-    plan_found, tried = search_pipeline._plan_found, []
+    plan_found, tried = search_pipeline.Wholes.plan, []
 
-    def first_is_too_large(traced, split, found, *args):
+    def first_is_too_large(wholes, found):
         tried.append(found)
         if len(tried) == 1:
             raise OutOfMemoryError("too large")
-        return plan_found(traced, split, found, *args)
+        return plan_found(wholes, found)
 
     def searched(*args, **options):
         found = search_stages(*args, **options)
@@ -94,7 +94,7 @@ def test_where_the_best_stages_do_not_fit_as_wholes_others_are_planned(traced, m
         return dataclasses.replace(found, others=(other,) * others)
 
     others = 1
-    monkeypatch.setattr(search_pipeline, "_plan_found", first_is_too_large)
+    monkeypatch.setattr(search_pipeline.Wholes, "plan", first_is_too_large)
     monkeypatch.setattr(search_pipeline, "search_stages", searched)
     options = {"devices": 4, "num_stages": 2}
     found = search_pipeline.search_pipeline(traced, WISHES, request_until(Budget()), **options)
@@ -107,21 +107,21 @@ def test_where_the_best_stages_do_not_fit_as_wholes_others_are_planned(traced, m
 
 
 def test_where_nothing_fits_as_wholes_stages_are_chosen_again_in_less_memory(monkeypatch):
-    plan_found, tried = search_pipeline._plan_found, []
+    plan_found, tried = search_pipeline.Wholes.plan, []
     traced = traced_step(*arguments(64, batch=4096))
 
-    def first_is_too_large(traced, split, found, *args):
+    def first_is_too_large(wholes, found):
         tried.append(found)
         if len(tried) == 1:
             raise OutOfMemoryError("too large")
-        return plan_found(traced, split, found, *args)
+        return plan_found(wholes, found)
 
     def needed(found):
         return max(stage.peak_bytes for stage in found.choice.stages)
 
     options = {"devices": 4, "num_stages": 2}
     monkeypatch.setattr(search_pipeline, "_even_out", lambda *_: None)  # stages that are cut elsewhere may fit, too
-    monkeypatch.setattr(search_pipeline, "_plan_found", first_is_too_large)
+    monkeypatch.setattr(search_pipeline.Wholes, "plan", first_is_too_large)
     with pytest.raises(OutOfMemoryError, match="too large"):  # without a limit the choice is the same again
         search_pipeline.search_pipeline(traced, WISHES, request_until(Budget()), **options)
     limit = int(1.01 * needed(tried.pop()) / TUNING.room)
@@ -139,7 +139,7 @@ def test_where_nothing_fits_as_wholes_stages_are_chosen_again_in_less_memory(mon
         late.budget.stop()
         raise OutOfMemoryError("too large")
 
-    monkeypatch.setattr(search_pipeline, "_plan_found", stop)
+    monkeypatch.setattr(search_pipeline.Wholes, "plan", stop)
     with pytest.raises(LateError):  # another plan is handed over instead
         search_pipeline.search_pipeline(traced, WISHES, late, beat_s=math.inf, **options)
 

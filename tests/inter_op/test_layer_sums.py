@@ -88,13 +88,13 @@ def test_layers_add_up_to_the_stage_that_is_planned(recompute, monkeypatch):
     state = jax.eval_shape(model.create_state, jax.eval_shape(lambda: jax.random.key(0)))
     signature = CallSignature(model.train_step, (1,), (), "auto")
     traced = trace(signature, bind_arguments(signature, (state, model.batch_shape()), {}))
-    plan_found, hoped = search_pipeline._plan_found, []
+    plan_found, hoped = search_pipeline.Wholes.plan, []
 
-    def note(traced, split, found, *args):
+    def note(wholes, found):
         hoped.append(found.choice.stages)
-        return plan_found(traced, split, found, *args)
+        return plan_found(wholes, found)
 
-    monkeypatch.setattr(search_pipeline, "_plan_found", note)
+    monkeypatch.setattr(search_pipeline.Wholes, "plan", note)
     wishes = PipelineWishes(num_stages=2, num_microbatches=8, schedule="1f1b", recompute=recompute)
     found = search_pipeline.search_pipeline(traced, wishes, request_on(preset("p3.16xlarge")), devices=4, num_stages=2)
     for by_layers, whole in zip(hoped[-1], found.pipeline.staged.stages, strict=True):

@@ -40,7 +40,7 @@ def choose(monkeypatch):
     def chosen(found, whole_s, *, budget=None, tuning=TUNING):
         planned = []
 
-        def plan_found(traced, split, one, *rest):
+        def plan_found(wholes, one):
             planned.append(one)
             if whole_s[one.choice.step_s] is None:
                 raise OutOfMemoryError("too large")
@@ -48,9 +48,12 @@ def choose(monkeypatch):
                 raise LateError
             return types.SimpleNamespace(plan=types.SimpleNamespace(step_s=whole_s[one.choice.step_s]))
 
-        monkeypatch.setattr(search_pipeline, "_plan_found", plan_found)
+        monkeypatch.setattr(search_pipeline.Wholes, "plan", plan_found)
         request = types.SimpleNamespace(budget=budget or Budget(), has_fallback=False)
-        taken, pipeline = search_pipeline._plan_best_number(None, None, found, None, request, tuning, ())
+        wholes = search_pipeline.Wholes(
+            traced=None, split=None, wishes=None, request=request, tables=(), tuning=tuning, kinds=()
+        )
+        taken, pipeline = wholes.plan_best_number(found)
         return taken.choice.step_s, pipeline.plan.step_s, [one.choice.step_s for one in planned]
 
     return chosen
