@@ -22,6 +22,7 @@ from autopar.layouts.mesh import AXIS_NAMES
 from autopar.program.batch import batch_arguments
 from autopar.program.boundary.changes import refuse_lost_changes
 from autopar.program.boundary.static_values import refuse_static_leaves
+from autopar.program.boundary.weak_state import ChangedType, warn_of_weak_state
 from autopar.program.call import BoundArguments, CallSignature, dtype_of, leaf_paths
 from autopar.program.crossing import Crossing, output_paths, refuse_numbers_as_arrays
 from autopar.program.fingerprint import fingerprint_of
@@ -70,6 +71,10 @@ def trace(signature: CallSignature, bound: BoundArguments, axis_names: Sequence[
         Leaf(path=p, role="output", shape=tuple(x.shape), dtype=x.dtype, weak_type=bool(x.weak_type))
         for p, x in zip(output_paths(out_shape), out_leaves, strict=True)
     )
+    given = [(leaf, v.aval.weak_type) for leaf, v in zip(inputs, program.invars, strict=False)]
+    pairs = [(*given[i], out) for out, i in zip(outputs, state_of_output, strict=True) if i is not None]
+    changed = [ChangedType(leaf.path, str(leaf.dtype), weak) for leaf, weak, out in pairs if weak != out.weak_type]
+    warn_of_weak_state(signature.name, changed)
     return TracedStep(
         program=program,
         constants=constants,

@@ -1,5 +1,7 @@
 """What began as a Python number gives way to other types, after any number of steps, as under `jax.jit`."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -88,3 +90,25 @@ def test_only_the_results_that_are_named_become_weak_and_the_program_stays_the_s
     texts = [jax.jit(f).lower(x, y).compile().as_text() for f in (double, keep_weak_types(double, [True, True, False]))]
     assert texts[0].split("ENTRY")[1].count(" = ") == texts[1].split("ENTRY")[1].count(" = ")
     assert keep_weak_types(double, [False, False, False]) is double
+
+
+@pytest.mark.parametrize(
+    ("given", "returned", "is_said"),
+    [
+        (0.5, lambda lr: lr * jnp.float32(0.9), True),
+        (0.5, lambda lr: lr * 0.9, False),
+        (jnp.float32(0.5), lambda lr: lr * 0.9, False),
+        (jnp.float32(0.5), lambda lr: jnp.where(lr > 0, 0.1, 0.2), True),
+    ],
+)
+def test_state_that_the_second_call_has_in_another_type_is_named(given, returned, is_said):
+    step = autopar.parallelize(
+        lambda state, x: ({"w": state["w"] * x.mean(), "lr": returned(state["lr"])}, x.sum()), devices=2, cluster="cpu"
+    )
+    state, batch = {"w": jnp.ones(8), "lr": given}, jnp.ones((4, 8))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step.plan(state, batch)
+    said = [str(one.message) for one in caught if "planned and compiled again" in str(one.message)]
+    assert len(said) == is_said
+    assert all(one.startswith("state/lr is ") for one in said)
