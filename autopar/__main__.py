@@ -14,6 +14,7 @@ from typing import TextIO
 
 from autopar.commands.arguments.in_flags import in_flags
 from autopar.commands.parser import read
+from autopar.commands.terminal.documents import documents_alone
 from autopar.commands.terminal.users_error import describe_users_error
 from autopar.errors import AutoparError, AutoparWarning
 
@@ -27,7 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with warnings.catch_warnings():
             warnings.showwarning = _shorten(warnings.showwarning)
             options = read(list(sys.argv[1:] if argv is None else argv))
-            return int(options.run(options))
+            with documents_alone(as_json=bool(getattr(options, "json", False))):
+                return int(options.run(options))
     except AutoparError as error:
         sys.stderr.write(f"autopar: {in_flags(str(error))}\n")
         return USAGE_ERROR

@@ -7,6 +7,7 @@ differs.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 
 import jax
@@ -20,6 +21,7 @@ from autopar.commands.plans.parallel import count_devices, make_parallel
 from autopar.commands.plans.plan import plan_step
 from autopar.commands.terminal.interruption import interruptible
 from autopar.commands.terminal.live_line import live_line
+from autopar.commands.terminal.printing import print_json
 from autopar.errors import ArgumentError
 from autopar.explain import standard_output
 from autopar.explain.verified import page
@@ -45,9 +47,10 @@ def verify(options: argparse.Namespace) -> int:
         enter("compiling")
         found = step.verify(*given, values=options.values)
     interruption.finish()
-    console = standard_output()
-    text = found.to_json() if options.json else page(found, full=options.full)
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    if options.json:
+        print_json(json.loads(found.to_json()))
+    else:
+        standard_output().print(page(found, full=options.full), markup=False, highlight=False, soft_wrap=True)
     _write(options, step, subject)
     if options.html is not None:
         html(plan, options.html, verified=found)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
 
+from autopar.commands.terminal.documents import output_for_documents
 from autopar.explain import standard_output
 
 
 def print_json(value: object) -> None:
     """Print one JSON document on standard output."""
-    sys.stdout.write(json.dumps(value, indent=1, allow_nan=False) + "\n")
+    output_for_documents().write(json.dumps(value, indent=1, allow_nan=False) + "\n")
 
 
 def reports(*, as_json: bool) -> Console:

@@ -1,5 +1,6 @@
 """`train` of a step of the user's own, named as module:function: what the function may return, and what it is told otherwise."""
 
+import json
 import sys
 
 import pytest
@@ -38,6 +39,13 @@ def iterated():
 
 def listed():
     return step, make, iter([X, X])
+
+def talking():
+    print("made of text")
+    def aloud(state, batch):
+        print("traced aloud")
+        return step(state, batch)
+    return aloud, {"w": jnp.asarray(W)}, X
 
 def shapes():
     return step, {"w": jax.ShapeDtypeStruct((8, 4), jnp.float32)}, X
@@ -96,6 +104,18 @@ def test_one_function_serves_plan_and_train(own, capsys):
             "state/w": (8, 4),
             "batch": (16, 8),
         }
+
+
+@pytest.mark.parametrize("command", ["plan", "train"])
+def test_what_the_users_code_prints_is_no_part_of_the_document(own, command, capsys):
+    capsys.readouterr()
+    assert run(command, own("talking"), "--mesh", "2", *(["--steps", "1"] if command == "train" else []), "--json") == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out), "one document"
+    assert "made of text" in printed.err
+    assert "traced aloud" in printed.err
+    assert run("plan", own("talking"), "--mesh", "2") == 0
+    assert "traced aloud" in capsys.readouterr().out, "without --json it goes where print sends it"
 
 
 def test_examples_are_counted(own, capsys):
