@@ -127,7 +127,7 @@ def fit_products(samples: Sequence[Sample], launch_s: float, usual: Half) -> tup
     seconds = np.array([max(sample.seconds - 3 * launch_s, 0.5 * sample.seconds) for sample in samples])
 
     def error_of(half: Half) -> tuple[float, float]:
-        work = np.array([sum(_work_at_peak(shape, half) for shape in _with_gradients(sizes)) for sizes in shapes])
+        work = np.array([sum(_work_at_peak(shape, half) for shape in with_gradients(sizes)) for sizes in shapes])
         peak = float(np.median(work / seconds))
         return float(np.mean(np.abs(np.log(work / peak / seconds)))), peak
 
@@ -137,7 +137,7 @@ def fit_products(samples: Sequence[Sample], launch_s: float, usual: Half) -> tup
     return peak, best, math.expm1(error)
 
 
-def _with_gradients(sizes: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
+def with_gradients(sizes: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
     """(m, n, k) of a product and of the gradients of both operands."""
     m, n, k = sizes
     yield from ((m, n, k), (m, k, n), (k, n, m))

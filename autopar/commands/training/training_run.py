@@ -15,6 +15,7 @@ from rich.console import Console
 from autopar.commands.arguments.own_step import PyTree
 from autopar.commands.arguments.subject import Trainee
 from autopar.commands.terminal.interruption import interruptible
+from autopar.cost_model.calibration.probe import probe_products
 from autopar.cost_model.hardware import PRESETS
 from autopar.errors import ArgumentError
 from autopar.explain.training_progress import Report, RunStep, Scale
@@ -134,10 +135,19 @@ def run_jit(training: Training, first_state: PyTree) -> Record | None:
 
 
 def doubt_machine(plan: Plan | PipelinePlan, median_s: float) -> Iterator[str]:
-    """Say what to do where steps take far longer, or less, than was predicted for a preset: machines differ so much."""
+    """Say why steps take far longer, or less, than was predicted for a preset, and what to do: machines differ so much.
+
+    The devices that are at hand are measured for it, which takes about a second.
+    """
     ratio = median_s / plan.step_s if plan.step_s and median_s else 1.0
     if plan.cluster in PRESETS and max(ratio, 1 / ratio) > _FAR:
+        speed = probe_products(jax.devices()[: plan.num_devices], PRESETS[plan.cluster].device)
+        if speed is not None:
+            yield (
+                f"this machine multiplies matrices at {speed.measured / 1e9:,.3g} GFLOP/s per device, {speed.ratio:.2f} of the "
+                f"{speed.priced / 1e9:,.3g} that the preset {plan.cluster} has, for which the step is predicted"
+            )
         yield (
-            f"the prediction is for a machine as the preset {plan.cluster} describes it: `autopar calibrate -o machine.json` "
-            "measures this one, and --cluster machine.json plans for it"
+            "`autopar calibrate -o machine.json` measures all that the cost model has to know, and --cluster machine.json "
+            "plans for this machine"
         )
