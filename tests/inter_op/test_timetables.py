@@ -15,6 +15,8 @@ from autopar.inter_op.candidates.timetables import (
     usual_microbatches,
 )
 from autopar.inter_op.candidates.tuning import TUNING
+from autopar.inter_op.plan_pipeline import PipelineWishes
+from tests.inter_op.test_search import arguments, traced_step
 
 
 def test_two_planned_numbers_tell_exactly_about_others_if_costs_are_latency_and_work():
@@ -100,3 +102,10 @@ def test_the_usual_number_is_one_whose_examples_the_devices_of_a_stage_divide():
     assert usual_microbatches(divisors(1536), 8, devices=64) == 32, "48 examples do as well as 64"
     assert usual_microbatches(divisors(14), 2, devices=8) == 7, "2 examples among 4 devices: the largest as well as any"
     assert usual_microbatches((1, 16), 2, devices=16) == 1, "two per stage at least: nothing is near"
+    assert usual_microbatches((1, 2, 4, 8, 16), 2, devices=16) == 4, "nor is 2, whose 8 examples all 8 devices divide"
+
+
+def test_a_search_begins_with_microbatches_that_the_devices_of_a_stage_divide():
+    traced, wishes = traced_step(*arguments(8, batch=1520)), PipelineWishes(num_stages=8)
+    assert wishes.timetables(traced, 8, 64)[0].microbatches == 19
+    assert wishes.timetables(traced, 8, 8)[0].microbatches == 20

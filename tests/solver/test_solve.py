@@ -128,6 +128,13 @@ def test_reductions_keep_the_nodes_that_they_are_told_to_keep(data):
     assert all((np.diff(reduced.open_choices[v]) > 0).all() for v in reduced.costs.nodes)
 
 
+def test_a_node_is_looked_at_again_when_a_neighbour_loses_a_choice():
+    """The first node's second choice pays only beside the second node's second choice, which is beaten later."""
+    costs, edges = [np.zeros(2), np.array([0.0, 100.0])], {(0, 1): np.array([[0.0, 9.0], [1.0, 0.0]])}
+    reduced = reduce_costs(Costs.of(costs, edges), keep=frozenset({0, 1}))
+    assert {v: list(reduced.open_choices[v]) for v in (0, 1)} == {0: [0], 1: [0]}
+
+
 @settings(max_examples=150)
 @given(problems(infinities=False))
 def test_the_bound_is_a_bound_and_rules_out_no_optimum(problem):
