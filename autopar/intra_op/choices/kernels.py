@@ -77,6 +77,9 @@ class Kernels:
     ) -> None:
         self.program, self.tuning = program, tuning
         self.phase_of = phase_of or {}
+        self._aliases = set(filter(_is_alias, program.equations))
+        self._fused = set(filter(_is_fused, program.equations))
+        self._streams = {eqn for eqn in self._fused if not _is_long_reduction(eqn, tuning.row_bytes)}
         self.readers: dict[Var, set[Equation]] = defaultdict(set)
         self.roots: dict[Var, Var] = {}
         self.producers: dict[Var, Equation] = {}
@@ -96,7 +99,7 @@ class Kernels:
     def _count_uses(self) -> Counter[Var]:
         uses: Counter[Var] = Counter()
         for eqn in self.program.equations:
-            if _is_alias(eqn):
+            if eqn in self._aliases:
                 self.roots.update((eqn.outvars[0], self.root(v)) for v in _variables(eqn.invars[:1]))
             else:
                 uses.update({self.root(v) for v in _variables(eqn.invars)})
@@ -109,7 +112,7 @@ class Kernels:
 
     def _find_levels(self) -> None:
         for eqn in self.program.equations:
-            if _is_alias(eqn):
+            if eqn in self._aliases:
                 continue
             level = max((self._level_after(v, eqn) for v in _variables((*eqn.invars, eqn.after))), default=0)
             level = max(level, self.phase_of.get(eqn, 0) * len(self.program.equations))
@@ -126,10 +129,10 @@ class Kernels:
         producer = self.producers.get(self.root(var))
         if producer is None:
             return self.levels.get(self.root(var), -1) + 1
-        return self.levels[self.root(var)] + (0 if self._is_stream(producer) and _is_fused(eqn) else 1)
+        return self.levels[self.root(var)] + (0 if self._is_stream(producer) and eqn in self._fused else 1)
 
     def _is_stream(self, eqn: Equation) -> bool:
-        return eqn not in self.absorbed and _is_fused(eqn) and not _is_long_reduction(eqn, self.tuning.row_bytes)
+        return eqn in self._streams and eqn not in self.absorbed
 
     def _absorb(self, eqn: Equation) -> None:
         """If an equation adds a product, alone wanted for that, to what was there before: let the product do it."""
@@ -159,7 +162,7 @@ class Kernels:
             chain.append(eqn)
             if entry_for(eqn).heavy:
                 return chain
-            if not _is_fused(eqn) or len(eqn.invars) != 1 or eqn.invars[0].aval.size != root.aval.size:
+            if eqn not in self._fused or len(eqn.invars) != 1 or eqn.invars[0].aval.size != root.aval.size:
                 return None
             var = eqn.invars[0]
         return None
@@ -201,9 +204,9 @@ class Kernels:
         """Values that are read by kernels of their own, or leave the program, or are results of such kernels."""
         found = {self.root(v) for v in _variables((*self.program.invars, *self.program.outvars))}
         for eqn in self.program.equations:
-            if _is_alias(eqn) or eqn in self.absorbed:
+            if eqn in self._aliases or eqn in self.absorbed:
                 continue
-            if not _is_fused(eqn):
+            if eqn not in self._fused:
                 found |= {self.root(v) for v in _variables(eqn.invars)}
             if not self._is_stream(eqn):
                 found |= set(eqn.outvars)
@@ -219,14 +222,16 @@ class Kernels:
         for kernel in kernels:
             self._forget_if_nothing_is_written(kernel)
         for eqn in self.program.equations:
-            if not _is_fused(eqn) and not _is_alias(eqn) and eqn not in self.absorbed:
+            if eqn not in self._fused and eqn not in self._aliases and eqn not in self.absorbed:
                 for var in _variables(eqn.invars):
                     self.readers[self.root(var)].add(eqn)
         return {eqn: self._traffic(eqn) for eqn in self.program.equations}
 
     def _fused_kernels(self) -> list[list[Equation]]:
         """Streams and sums by kernel, kernels by level."""
-        fused = [e for e in self.program.equations if _is_fused(e) and not _is_alias(e) and e not in self.absorbed]
+        fused = [
+            e for e in self.program.equations if e in self._fused and e not in self._aliases and e not in self.absorbed
+        ]
         joined = DisjointSets(fused)
         readers: dict[tuple[Var, int], Equation] = {}
         for eqn in fused:
@@ -283,9 +288,9 @@ class Kernels:
 
     def _traffic(self, eqn: Equation) -> Traffic:
         none = (0.0,) * len(eqn.outvars)
-        if _is_alias(eqn) or _keeps_apart(eqn) or eqn in self.absorbed:
+        if eqn in self._aliases or _keeps_apart(eqn) or eqn in self.absorbed:
             return Traffic((0.0,) * len(eqn.invars), none)
-        if _is_fused(eqn):
+        if eqn in self._fused:
             reads = tuple(
                 self.read_bytes[eqn, place] / max(bytes_of(var), 1) if isinstance(var, Var) else 0.0
                 for place, var in enumerate(eqn.invars)

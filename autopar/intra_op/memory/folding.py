@@ -195,7 +195,10 @@ class Folding:
             is_inside = v in self.maker and self._is_inside(self.maker[v])
             if not is_inside or (v in self.with_buffer and (self._reads_buffers(op) or v not in self._again)):
                 found[v] = found.get(v, True) and op.kind in ELEMENTWISE
-            else:
-                for source, is_in_place in self._sources[v].items():
-                    found[source] = found.get(source, True) and is_in_place and op.kind in ELEMENTWISE
+            elif op.kind not in ELEMENTWISE:
+                found.update(dict.fromkeys(self._sources[v], False))
+            else:  # a test of all gradients is computed from hundreds of buffers, in each update that waits for it
+                elsewhere = [source for source in found.keys() & self._sources[v].keys() if not found[source]]
+                found.update(self._sources[v])
+                found.update(dict.fromkeys(elsewhere, False))
         return found

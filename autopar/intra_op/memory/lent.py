@@ -16,6 +16,7 @@ XLA breaks ties by an order of its own.
 
 from __future__ import annotations
 
+import bisect
 import collections
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
@@ -106,13 +107,13 @@ def lie_in_lent(buffers: Collection[Span], lent: Sequence[Lent], sizes: Sequence
     """The buffers that lie in lent memory; `sizes` are bytes of values. Negative steps are those of copies."""
     free = sorted(lent, key=lambda one: (sizes[one.value], -one.free_after))
     taken: list[list[Span]] = [[] for _ in free]
-    largest = sizes[free[-1].value] if free else 0
+    room = [sizes[one.value] for one in free]
     found = set[Span]()
     for buffer in sorted(buffers, key=lambda b: (-sizes[b.value], b.first)):
-        size = sizes[buffer.value]
-        if not 0 < size <= largest:
+        if sizes[buffer.value] <= 0:
             continue
-        for one, inside in zip(free, taken, strict=True):
+        first = bisect.bisect_left(room, sizes[buffer.value])  # what is before has less memory
+        for one, inside in zip(free[first:], taken[first:], strict=True):
             if one.has_room_for(buffer, sizes) and all(
                 other.last < buffer.first or buffer.last < other.first for other in inside
             ):
