@@ -253,7 +253,7 @@ def eight_bit_weights_a_low_rank_update_and_nothing():
         return {**state, **descend(learnt, grads)}, {"loss": loss, "largest": largest, "nothing": state["nothing"]}
 
     quantised = jnp.asarray(np.random.default_rng(3).integers(-127, 127, (8, 16)), jnp.int8)
-    state = {"quantised": quantised, "scale": jnp.full(16, 0.01), "down": noise(8, 2, scale=0.1)}
+    state = {"quantised": quantised, "scale": jnp.full(16, 0.01, jnp.float32), "down": noise(8, 2, scale=0.1)}
     state |= {"up": jnp.zeros((2, 16)), "nothing": jnp.zeros((0, 4)), "out": noise(16, 3, scale=0.2)}
     return step, state, {"x": noise(16, 8), "y": noise(16, 3)}
 

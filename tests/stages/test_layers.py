@@ -239,7 +239,7 @@ def loop_of_blocks(*blocks):
     def step(weights, x):
         return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights, x))
 
-    return loop_of(step, [jnp.full((4, 4), 0.5) for _ in blocks], jnp.ones((8, 4)))
+    return loop_of(step, [jnp.full((4, 4), 0.5, jnp.float32) for _ in blocks], jnp.ones((8, 4)))
 
 
 def block(x, w):

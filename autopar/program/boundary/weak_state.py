@@ -31,12 +31,13 @@ def warn_of_weak_state(name: str, changed: Sequence[ChangedType]) -> None:
     first, paths = changed[0], [one.path for one in changed[:_MOST_NAMED]]
     more = f" and {len(changed) - _MOST_NAMED} more" if len(changed) > _MOST_NAMED else ""
     if first.is_weak:
-        given, returned = "a Python number or weakly typed otherwise", first.dtype
-        remedy = f"pass an array, as jnp.{first.dtype}(...) makes it"
+        given, returned = "weakly typed, as Python numbers and jnp.full(shape, 0.5) are", first.dtype
+        remedy = f"name the type, as in jnp.asarray(..., jnp.{first.dtype})"
     else:
         given, returned = first.dtype, "a weakly typed value, as Python numbers are"
-        remedy = f"return jnp.{first.dtype}(...) of it"
+        remedy = f"return it as jnp.asarray(..., jnp.{first.dtype})"
+    verb = "is" if len(changed) == 1 else "are"
     warn(
-        f"{', '.join(paths)}{more} is {given}, and {name} returns {returned}: its second call has other types than the first, "
-        f"and is planned and compiled again. To avoid that, {remedy}"
+        f"{', '.join(paths)}{more} {verb} {given}, and {name} returns {returned}: its second call has other types than the "
+        f"first, and is planned and compiled again. To avoid that, {remedy}"
     )
