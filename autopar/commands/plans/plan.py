@@ -69,11 +69,13 @@ def plan(options: argparse.Namespace) -> int:
     atexit.register(gc.freeze)  # or the interpreter looks for garbage in all that was planned before it ends
     console = reports(as_json=options.json)
     answers = {name: getattr(found, name)() for name in ("classic", "what_if") if getattr(options, name)}
-    _print(found, options, console, answers)
-    for line in _notes(found, options):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-    write_page(found, options.html, console, answers=tuple(answers.values()))
+    with interruptible(lambda: interruption.number is None) as printing:  # a signal that comes now finds the plan
+        _print(found, options, console, answers)
+        for line in _notes(found, options):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        write_page(found, options.html, console, answers=tuple(answers.values()))
     interruption.finish()
+    printing.finish("the plan was found already")
     return 0
 
 

@@ -7,6 +7,8 @@ import subprocess
 
 import pytest
 
+import autopar
+from autopar.commands.plans import plan
 from autopar.errors import OutOfMemoryError
 from autopar.plan import Plan
 from autopar.progress import Progress, listening
@@ -165,3 +167,21 @@ def test_a_process_that_gets_a_signal_hands_over_its_plan(number, status, tmp_pa
     assert "plan is the best that was found so far" in errors
     assert output.startswith("mesh ")
     assert Plan.from_json(file.read_text()).fingerprint
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_while_the_plan_is_printed_leaves_it_whole(number, status, capsys, monkeypatch, tmp_path):
+    printed = plan._print
+
+    def interrupted(*args):
+        signal.raise_signal(number)
+        printed(*args)
+
+    monkeypatch.setattr(plan, "_print", interrupted)
+    try:
+        code = run("plan", "mlp", *SMALL, "--devices", "2", "-o", tmp_path / "plan.json")
+    except SystemExit as ending:
+        code = ending.code
+    assert code == status
+    assert "predicted step" in capsys.readouterr().out
+    assert autopar.plan_from_json((tmp_path / "plan.json").read_text()).num_devices == 2
