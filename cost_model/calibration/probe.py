@@ -1,6 +1,6 @@
 """A look of a second at the devices at hand: how fast they multiply matrices, beside what a cluster says of them.
 
-In: devices, and the device that a plan was priced for. Out: the speed of products, measured and as priced. It explains a step that
+In: devices, and the device that a plan was priced for. Out: the speed of products, measured and priced. It explains a step that
 takes far longer than predicted; `calibrate` measures all else. What can go wrong: a busy machine; another program's work counts.
 """
 

@@ -137,7 +137,7 @@ def run_jit(training: Training, first_state: PyTree) -> Record | None:
 def doubt_machine(plan: Plan | PipelinePlan, median_s: float) -> Iterator[str]:
     """Say why steps take far longer, or less, than was predicted for a preset, and what to do: machines differ so much.
 
-    The devices of this process are measured for it, which takes about a second: processes need not agree on whether to do it.
+    This process's devices are measured for a second: processes need not agree on whether to do it.
     """
     ratio = median_s / plan.step_s if plan.step_s and median_s else 1.0
     if plan.cluster in PRESETS and max(ratio, 1 / ratio) > _FAR:
