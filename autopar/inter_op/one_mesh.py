@@ -7,9 +7,10 @@ recomputation if these are dear as well, or take far longer than their work alon
 where these would have fewer examples than there are devices, and stages are planned. If it wins, less of it is tried in as many
 microbatches: all but the values that the user named, and of the first layers only, as many as the rest needs to fit. The first
 number is the one in which the temporaries of the plan without a limit should fit. From there it rises until a plan fits, and on
-while plans are dear and become faster; if the clock ends this before anything fits, one more number is planned, and then the
-leanest way. All ways share what is known of the meshes (`SharedSearch`). What can go wrong: another number may be faster after
-all; nobody looks for it.
+while plans are dear and become faster; if the clock ends this before anything fits, one more number is planned. If nothing fits,
+the leanest way is planned last. Where one microbatch is far too large (`far_excess`), other ways of which that may hold as well
+are only planned if their temporaries fit once they are divided evenly among all devices (`least_excess`). All ways share what is
+known of the meshes (`SharedSearch`). What can go wrong: another number may be faster after all; nobody looks for it.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def plan_on_one_mesh(
     if recompute == "auto" and not again_first and attempts.may_recompute() and not attempts.is_over:
         ways = again() or plain
     plain.refine()
-    if attempts.is_late:
+    if attempts.has_none and counts[1:]:
         ways.plan_leanest(devices)
     return attempts.best()
 
@@ -231,11 +232,12 @@ class _Ways:
 
     def plan_leanest(self, devices: int) -> None:
         """Plan the largest number of microbatches with an example for each device, unless it was."""
-        self._attempts.has_skipped = True
-        self._attempts.late_looks = iter(())
+        self._attempts.has_skipped = self._attempts.is_late
         count = max((c for c in self._counts if self._counts[-1] // c >= devices), default=self._counts[-1])
-        if self._place_of(count) not in self._tried:
-            self.explore(count)
+        place = self._place_of(count)
+        if place not in self._tried and isinstance(self._plan(place), PlannedStep):
+            self._fitting, self._next = place, place + 1
+            self.refine()
 
     def explore(self, excess: float, *, roomier: float = 1.0) -> None:
         """Plan the first number that fits, see `find_first`, and those around it."""

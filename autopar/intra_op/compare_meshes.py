@@ -178,9 +178,12 @@ class MeshComparison:
         return self.shared.is_bounded and not (self.worth.is_large and (self._is_bound_lost or is_left))
 
     def _is_rather_left(self) -> bool:
-        """Whether an optional mesh is left, as nothing has fitted: for other ways, or as it will not help, which is no proof."""
+        """Whether an optional mesh is left, as nothing has fitted: for other ways, as it will not help, or as the time is over.
+
+        The last two are no proof.
+        """
         is_far = self.shared.excess > self.request.tuning.far and not all(each.is_settled for each in self.failures)
-        return bool(self.failures) and (self.shared.has_other_ways or is_far)
+        return bool(self.failures) and (self.shared.has_other_ways or is_far or self.request.budget.is_late)
 
     def _is_optional(self, mesh: LogicalMesh) -> bool:
         """Whether a mesh has so many axes that it is only worth looking at if it may save much."""

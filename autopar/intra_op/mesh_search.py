@@ -161,6 +161,9 @@ class MeshSearch:
         free_work = min(most_work, request.tuning.mesh_work)
         if limit is not None and self.memory.least_of_inputs() > limit:
             return self._nothing_fits()
+        is_last = self.is_whole and not has_other_ways and math.isinf(cutoff_s)
+        if limit is not None and is_last and self.memory.bound() > limit:  # nobody asks by how much a choice exceeds it
+            return self._nothing_fits()
         problem = dataclasses.replace(self.problem, cutoff_s=cutoff_s)
         spent = request.budget.spent
         hurried = request.budget.hurried(work=free_work)

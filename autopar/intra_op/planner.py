@@ -51,21 +51,40 @@ def far_excess(traced: TracedStep, request: PlanRequest) -> float:
     plans gather them once for all microbatches. 0 if the step may fit in some division among the devices, and for a small step,
     which is planned in less time than this takes.
     """
-    is_large = sum(1 for _ in traced.program.walk()) >= request.tuning.large
-    limit = request.memory_limit_bytes
-    if limit is None or not is_large:
+    limit, parts = request.memory_limit_bytes, _divided_evenly(traced, request)
+    if limit is None or parts is None:
         return 0.0
-    request = dataclasses.replace(request, meshes=fitting_meshes(traced, request.meshes))
-    devices = max(mesh.size for mesh in request.meshes)
-    if _bytes_of_all_values(traced.program) <= devices * limit:  # found out in no time
-        return 0.0
-    kept, temporaries = evenly_divided_parts(traced, request)
+    kept, temporaries = parts
     left, needed = limit - kept, request.tuning.undivided * temporaries
     if needed <= request.tuning.far * left:
         return 0.0
     weights = sum(bytes_of(leaf.one) for leaf in traced.inputs if leaf.use == "parameter")
     left -= weights if weights <= request.tuning.weights * left else 0
     return needed / left if left > 0 else math.inf
+
+
+def least_excess(traced: TracedStep, request: PlanRequest) -> float:
+    """How many times a step's temporaries exceed the memory that is left for them in every division; 0 if they may fit.
+
+    As of `far_excess`, it is 0 for a small step.
+    """
+    limit, parts = request.memory_limit_bytes, _divided_evenly(traced, request)
+    if limit is None or parts is None or sum(parts) <= limit:
+        return 0.0
+    kept, temporaries = parts
+    return temporaries / (limit - kept) if kept < limit else math.inf
+
+
+def _divided_evenly(traced: TracedStep, request: PlanRequest) -> tuple[int, int] | None:
+    """See `evenly_divided_parts`; None for a small step, and one whose values all fit at once, which is found out in no time."""
+    is_large = sum(1 for _ in traced.program.walk()) >= request.tuning.large
+    if request.memory_limit_bytes is None or not is_large:
+        return None
+    request = dataclasses.replace(request, meshes=fitting_meshes(traced, request.meshes))
+    devices = max(mesh.size for mesh in request.meshes)
+    if _bytes_of_all_values(traced.program) <= devices * request.memory_limit_bytes:
+        return None
+    return evenly_divided_parts(traced, request)
 
 
 def _bytes_of_all_values(program: Program) -> int:

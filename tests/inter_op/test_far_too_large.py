@@ -76,6 +76,27 @@ def test_one_microbatch_is_left_out_where_it_cannot_fit_and_the_plan_is_the_same
     assert [one.num_microbatches for one in large.compared] == [one.num_microbatches for one in usual.compared]
 
 
+def test_ways_that_no_division_makes_small_enough_are_not_planned_and_the_leanest_explains_why(traced):
+    """A search of each took ten seconds for a GPT of 24 layers, and the clock had ended before."""
+    with pytest.raises(OutOfMemoryError, match="in 512 microbatches, the leanest of 4 ways") as usual:
+        planned(traced, 137_000, large=10**6)
+    assert WAYS == [1, 512, 4096, 1024, 1024]
+    WAYS.clear()
+    with pytest.raises(OutOfMemoryError, match="1024 microbatches, the leanest of 3 ways") as short:
+        planned(traced, 100_000, large=0)
+    assert WAYS == [1024], "one microbatch, 4096 and 1024 are left out"
+    assert short.value.bound_bytes == usual.value.bound_bytes > 137_000
+
+
+@pytest.mark.parametrize(("refused", "ways"), [(set(), [4096]), ({4096}, [1024])])
+def test_where_no_number_may_do_those_are_planned_that_fit_in_some_division(traced, monkeypatch, refused, ways):
+    """The largest, and the largest with an example for each device."""
+    monkeypatch.setattr(attempts, "far_excess", lambda *_: 5000.0)
+    monkeypatch.setattr(attempts, "least_excess", lambda step, _: 1.5 if step.microbatches in refused else 0.0)
+    planned(traced, 10**8, large=0)
+    assert ways == WAYS
+
+
 @pytest.mark.parametrize(("constraints", "share"), [({}, 0.25), ({"weights/*": P()}, 1.0)], ids=["free", "replicated"])
 def test_a_state_that_is_too_large_in_its_smallest_layouts_is_told_without_a_search(traced, constraints, share):
     held = bytes_held(leaf for leaf in traced.inputs if leaf.role != "batch")

@@ -200,11 +200,12 @@ def test_what_a_way_has_proven_is_known_to_the_next():
 
 
 @pytest.mark.parametrize(
-    ("excess", "is_settled", "is_looked_at"), [(2.0, False, False), (1.1, False, True), (2.0, True, True)]
+    ("excess", "is_settled", "clock_s", "is_looked_at"),
+    [(2.0, False, 1e6, False), (1.1, False, 1e6, True), (2.0, True, 1e6, True), (2.0, True, 0.0, False)],
 )
-def test_a_mesh_of_many_axes_is_left_where_the_others_need_far_more_memory(excess, is_settled, is_looked_at):
-    """But where it is proven that nothing fits the others, it is to be proven of all."""
-    step, request = question(limit=10**6)
+def test_a_mesh_of_many_axes_is_left_where_the_others_need_far_more_memory(excess, is_settled, clock_s, is_looked_at):
+    """But where it is proven that nothing fits the others, it is to be proven of all, as long as there is time."""
+    step, request = question(limit=10**6, budget=Budget(seconds=clock_s))
     line = LogicalMesh.of((8,))
     comparison = MeshComparison(step, request, SharedSearch(excess=excess))
     comparison.candidates.append(Candidate(line.shape, None))

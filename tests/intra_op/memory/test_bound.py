@@ -60,4 +60,6 @@ def test_what_is_scattered_and_what_loops_carry_counts_in_the_bound(step, batch,
     quarter, few = 64 * 64 * FLOAT // 4, 2000
     least = quarter + held * quarter / memory.tuning.temporaries_margin
     assert least <= memory.bound() <= least + few
-    assert memory.bound() <= min(memory.required(choice) for choice in choices)
+    required = min(memory.required(choice) for choice in choices)
+    assert memory.bound() <= required
+    assert sum(memory.evenly_divided_parts()) <= required
