@@ -282,7 +282,9 @@ class MeshComparison:
             is_beaten = is_beaten or is_small_gain or not self.worth.repays(gain_s, search_s)
             most_work = (request.tuning.quick_s + request.tuning.repaid_in_steps * gain_s) / SECONDS_PER_UNIT
         cutoff_s = shared.best_s - self._call_s()
-        plan = functools.partial(search.plan, rival_s=self._rival_s, has_other_ways=shared.has_other_ways)
+        plan = functools.partial(
+            search.plan, rival_s=self._rival_s, has_other_ways=shared.has_other_ways, is_tight=self._is_tight
+        )
         outcome = None if is_beaten else plan(cutoff_s, most_work=most_work)
         if isinstance(outcome, PlannedStep):
             self._has_plan.lift()
@@ -302,6 +304,13 @@ class MeshComparison:
             choice_s=search.choice_s + self._call_s(),
             outcome=outcome,
         )
+
+    @property
+    def _is_tight(self) -> bool:
+        """Whether to look at the bound on memory first: where that ruled out earlier ways, and where there is no other one."""
+        shared = self.shared
+        is_last = shared.is_bounded and not shared.has_other_ways
+        return math.isinf(shared.best_s) and (is_last or (shared.is_exceeded and self.worth.is_large))
 
     def _rival_s(self) -> float:
         """Below what a choice without a limit is worth a search within the memory, beside what other meshes have found."""
@@ -354,6 +363,7 @@ class MeshComparison:
                     shared.best_s = plan.step_s
             case NothingFits() as failure:
                 self.failures.append(failure)
+                shared.is_exceeded = shared.is_exceeded or failure.tried_bytes is None
                 if looked.is_whole:
                     shared.in_vain.setdefault(self.traced, {})[mesh] = looked
                 self.candidates.append(Candidate(mesh.shape, None))

@@ -132,14 +132,24 @@ class MeshSearch:
         rival_s: Callable[[], float] = nobody_s,
         most_work: float = math.inf,
         has_other_ways: bool = False,
+        is_tight: bool = False,
     ) -> PlannedStep | NothingFits | CutOff | NotSearched | Unreachable | Unfinished:
         """The best plan within the memory; only plans that take less than `cutoff_s` matter, which are worth so much work.
-        `rival_s` says what others have found so far; `has_other_ways`: see `choose_within_limit`.
+        `rival_s` says what others have found so far; `has_other_ways`: see `choose_within_limit`. `is_tight`: what the bound on
+        memory rules out is left before anything is chosen; nobody learns by how much a choice without a limit exceeds it.
 
         The search takes it that there is compute enough for all communication that can hide behind it. If a plan's step is much
         longer than that, the mesh is searched again for as much as that plan hides, and the faster plan counts.
         """
-        found = self._plan(cutoff_s, rival_s, most_work, has_other_ways)
+        find = functools.partial(
+            MeshSearch._plan,
+            cutoff_s=cutoff_s,
+            rival_s=rival_s,
+            most_work=most_work,
+            has_other_ways=has_other_ways,
+            is_tight=is_tight,
+        )
+        found = find(self)
         if not isinstance(found, PlannedStep) or self.exposure is None or self._is_narrowed:
             return found
         narrowed = self.exposure.narrowed(found.plan, self.request.cluster.overlap, least=self.request.tuning.narrowed)
@@ -147,7 +157,7 @@ class MeshSearch:
             return found
         try:
             search = MeshSearch(self.traced, self.mesh, self.request, narrowed, is_whole=self.is_whole)
-            again = search._plan(cutoff_s, rival_s, most_work, has_other_ways)
+            again = find(search)
         except LateError:
             return found
         if isinstance(again, PlannedStep) and again.plan.step_s < found.plan.step_s:
@@ -155,14 +165,19 @@ class MeshSearch:
         return found
 
     def _plan(
-        self, cutoff_s: float, rival_s: Callable[[], float], most_work: float, has_other_ways: bool
+        self,
+        *,
+        cutoff_s: float,
+        rival_s: Callable[[], float],
+        most_work: float,
+        has_other_ways: bool,
+        is_tight: bool,
     ) -> PlannedStep | NothingFits | CutOff | NotSearched | Unreachable | Unfinished:
         request, limit = self.request, self.request.memory_limit_bytes
         free_work = min(most_work, request.tuning.mesh_work)
         if limit is not None and self.memory.least_of_inputs() > limit:
             return self._nothing_fits()
-        is_last = self.is_whole and not has_other_ways and math.isinf(cutoff_s)
-        if limit is not None and is_last and self.memory.bound() > limit:  # nobody asks by how much a choice exceeds it
+        if limit is not None and is_tight and self.memory.bound() > limit:
             return self._nothing_fits()
         problem = dataclasses.replace(self.problem, cutoff_s=cutoff_s)
         spent = request.budget.spent
@@ -185,13 +200,8 @@ class MeshSearch:
         self._note_excess(self.memory.parts(free.numbers)[1], limit)
         if self.memory.bound() > limit:
             return self._nothing_fits()
-        if math.isfinite(cutoff_s):  # there is a plan to fall back on
-            work = min(most_work - (request.budget.spent - spent), request.tuning.mesh_work)
-            problem = dataclasses.replace(problem, budget=request.budget.limit(work=work))
-        else:
-            seconds = max(request.budget.clock_left_s, request.tuning.first_limited_s)
-            problem = dataclasses.replace(problem, budget=request.budget.limit(seconds=seconds))
-        problem = dataclasses.replace(problem, proof=request.tuning.limited_gap)
+        budget = self._budget_within_memory(cutoff_s, most_work - (request.budget.spent - spent))
+        problem = dataclasses.replace(problem, budget=budget, proof=request.tuning.limited_gap)
         tuning = request.tuning
         match choose_within_limit(
             problem, self.memory, limit, free=free, rival_s=rival_s, has_other_ways=has_other_ways, tuning=tuning
@@ -204,6 +214,13 @@ class MeshSearch:
                 return dataclasses.replace(self._nothing_fits(), tried_bytes=tried_bytes, is_settled=is_settled)
             case ended:
                 return ended
+
+    def _budget_within_memory(self, cutoff_s: float, most_work: float) -> Budget:
+        """What a search within the memory may take; where there is no plan to fall back on, also where the clock has ended."""
+        request = self.request
+        if math.isfinite(cutoff_s):
+            return request.budget.limit(work=min(most_work, request.tuning.mesh_work))
+        return request.budget.limit(seconds=max(request.budget.clock_left_s, request.tuning.first_limited_s))
 
     def _gather_late(self, choice: Chosen) -> Chosen:
         """The choice with inputs gathered where they are read."""

@@ -77,12 +77,13 @@ def least_excess(traced: TracedStep, request: PlanRequest) -> float:
 
 def _divided_evenly(traced: TracedStep, request: PlanRequest) -> tuple[int, int] | None:
     """See `evenly_divided_parts`; None for a small step, and one whose values all fit at once, which is found out in no time."""
+    limit = request.memory_limit_bytes
     is_large = sum(1 for _ in traced.program.walk()) >= request.tuning.large
-    if request.memory_limit_bytes is None or not is_large:
+    if limit is None or not is_large:
         return None
     request = dataclasses.replace(request, meshes=fitting_meshes(traced, request.meshes))
     devices = max(mesh.size for mesh in request.meshes)
-    if _bytes_of_all_values(traced.program) <= devices * request.memory_limit_bytes:
+    if _bytes_of_all_values(traced.program) <= devices * limit:
         return None
     return evenly_divided_parts(traced, request)
 

@@ -30,6 +30,7 @@ class SharedSearch:
         work_s: seconds of the work of the first way, which no step on any mesh takes less than; 0 before there is a plan.
         bounded: meshes that were looked at, in all ways; `dropped` and `proven` are those that were left and planned.
         in_vain: by step and mesh, what a search found that ended by itself where nothing fits: another one would find that too.
+        is_exceeded: whether the bound on memory has ruled out a mesh of an earlier way.
         has_other_ways: whether other ways will be looked at if nothing fits.
         is_bounded: whether meshes are to have bounds that hold for all ways; of stages nobody asks for them.
     """
@@ -45,6 +46,7 @@ class SharedSearch:
     dropped: int = 0
     proven: int = 0
     in_vain: dict[TracedStep, dict[LogicalMesh, object]] = dataclasses.field(default_factory=dict)
+    is_exceeded: bool = False
     has_other_ways: bool = False
     is_bounded: bool = True
 

@@ -200,6 +200,28 @@ def test_what_a_way_has_proven_is_known_to_the_next():
 
 
 @pytest.mark.parametrize(
+    ("large", "has_other_ways", "is_chosen"), [(0, True, False), (10**6, True, True), (10**6, False, False)]
+)
+def test_where_the_bound_on_memory_ruled_out_an_earlier_way_it_is_looked_at_first(
+    monkeypatch, large, has_other_ways, is_chosen
+):
+    """A choice without a limit says by how much that exceeds it, and takes most of the time. Of the last way nobody asks."""
+    step, request = question(limit=50_000, tuning=Tuning(large=large))
+    shared, chosen = SharedSearch(has_other_ways=has_other_ways), []
+    monkeypatch.setattr(MeshSearch, "_note_excess", lambda self, *_: chosen.append(self.mesh))
+    with pytest.raises(OutOfMemoryError, match="a bound that no choice of layouts goes below") as first:
+        plan_way(step, request, shared)
+    assert shared.is_exceeded
+    assert bool(chosen) == has_other_ways, "nothing is known before the first"
+    chosen.clear()
+    shared.in_vain.clear()
+    with pytest.raises(OutOfMemoryError, match="a bound that no choice of layouts goes below") as again:
+        plan_way(step, request, shared)
+    assert bool(chosen) == is_chosen
+    assert str(again.value) == str(first.value)
+
+
+@pytest.mark.parametrize(
     ("excess", "is_settled", "clock_s", "is_looked_at"),
     [(2.0, False, 1e6, False), (1.1, False, 1e6, True), (2.0, True, 1e6, True), (2.0, True, 0.0, False)],
 )
