@@ -63,6 +63,10 @@ class CostsByKind:
         """Whether layers are planned on as many devices of a kind, in `count` microbatches or what carries over to that."""
         return self._costs[kind_of(submesh)].is_planned(count, submesh[:2])
 
+    def is_divided_otherwise(self, count: int, submesh: Submesh) -> bool:
+        """Whether layers are planned on as many devices of a kind only in numbers whose examples these divide further."""
+        return self._costs[kind_of(submesh)].is_divided_otherwise(count, submesh[:2])
+
     def of(self, count: int, kind: int | None = None) -> PlannedLayers:
         """The layers of a kind, the first one unless it is given, under a number of microbatches that has been planned."""
         return self._costs[next(iter(self._costs)) if kind is None else kind].of(count)

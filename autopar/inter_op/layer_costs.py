@@ -102,6 +102,12 @@ class LayerCosts:
         ways = self._ways(count, devices)
         return any(devices in sizes and self._ways(m, devices) >= ways for m, sizes in self._sizes.items())
 
+    def is_divided_otherwise(self, count: int, submesh: Submesh) -> bool:
+        """Whether layers are planned on as many devices only in numbers of microbatches whose examples these divide further."""
+        devices = math.prod(submesh)
+        ways = [self._ways(m, devices) for m, sizes in self._sizes.items() if devices in sizes]
+        return bool(ways) and min(ways) > self._ways(count, devices)
+
     def of(self, count: int) -> PlannedLayers:
         """The layers under a number of microbatches that has been planned."""
         return self._layers[count]

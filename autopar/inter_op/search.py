@@ -199,7 +199,7 @@ class _StageSearch:
             return None
         if is_too_slow:
             return NotFaster(self.stages.compare(choices))
-        if self._plan_neighbour(best, choices):
+        if self._plan_neighbour(best, choices) or self._plan_otherwise_divided(best, choices[best].step_s):
             self.stages.outdate()
             return None
         return self._describe(best, choices)
@@ -310,6 +310,23 @@ class _StageSearch:
                     nearest = min(near, key=lambda choice: choice.step_s)
                     return self.costs.plan_more(number, [stage.submesh for stage in nearest.stages])
         return False
+
+    def _plan_otherwise_divided(self, best: Timetable, to_beat_s: float) -> bool:
+        """Plan layers in the best number of microbatches on submeshes that divide its examples less far than those of the numbers
+        in which they are planned; whether there are any that may pay.
+
+        What carries over to them is wrong: devices that divide examples keep all of the state, those that divide weights a part.
+        """
+        rules, count = self.rules, best.microbatches
+        otherwise = [self.costs.is_divided_otherwise(count, one) for one in rules.options]
+        if not any(otherwise) or self.budget.is_over:
+            return False
+        sizes = [size_of(one) for one in rules.options]
+        hoped = self.stages.solve(best, costs=self.stages.table(best).with_divided_state(sizes, otherwise))
+        if not isinstance(hoped, StageChoice) or hoped.step_s * (1 + self.tuning.worth) >= to_beat_s:
+            return False
+        new = [one for one, is_new in zip(rules.options, otherwise, strict=True) if is_new]
+        return self.costs.plan_more(count, [stage.submesh for stage in hoped.stages if stage.submesh in new])
 
     def _describe(self, best: Timetable, choices: Mapping[Timetable, StageChoice]) -> Found:
         ways = [way for way in self.stages.ways if way.schedule == self._first.schedule]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -70,6 +70,17 @@ class CostTable:
             activation_bytes=activation_bytes,
             working_bytes=working_bytes,
         )
+
+    def with_divided_state(self, devices: Sequence[int], chosen: Sequence[bool]) -> CostTable:
+        """The same if chosen submeshes kept of the state what they would if they divided that of the smallest one evenly.
+
+        `devices`, `chosen`: of each submesh; the options are these as often as there are shares of work that is done again.
+        """
+        kept = self.weight_bytes.reshape(-1, len(devices), *self.weight_bytes.shape[1:])
+        sizes = np.array(devices)[:, None, None]
+        divided = np.minimum(kept, kept[:, [int(np.argmin(devices))]] * min(devices) / sizes)
+        least = np.where(np.array(chosen)[:, None, None], divided, kept)
+        return dataclasses.replace(self, weight_bytes=least.reshape(self.weight_bytes.shape))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
