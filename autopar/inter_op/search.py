@@ -90,7 +90,10 @@ def search_stages(
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class _StageSearch:
-    """The loop of the search: choose stages in every way, plan what looks best, until what looks best has been planned."""
+    """The loop of the search: choose stages in every way, plan what looks best, until what looks best has been planned.
+
+    `settled`: what was the best, before more was planned of which little was known.
+    """
 
     costs: LayerCosts | CostsByKind
     stages: BestStages
@@ -98,6 +101,7 @@ class _StageSearch:
     beat_s: float
     budget: Budget
     tuning: Tuning
+    settled: list[tuple[Timetable, StageChoice]] = dataclasses.field(default_factory=list)
 
     def run(self) -> Found | NotFaster:
         """The best stages in the best way."""
@@ -184,7 +188,7 @@ class _StageSearch:
     def _choose_by(self, rules: StageRules, beat_s: float) -> Found | NotFaster:
         own = Budget(seconds=self.tuning.last_look_s) if self.budget.is_over else self.budget
         self.stages.choose_by(rules, own)
-        return dataclasses.replace(self, rules=rules, beat_s=beat_s, budget=own)._look()
+        return dataclasses.replace(self, rules=rules, beat_s=beat_s, budget=own, settled=[])._look()
 
     def _go_on(self, best: Timetable) -> Found | NotFaster | None:
         """Plan what the best way is an estimate of. The result of the search if there is nothing of the kind."""
@@ -199,7 +203,7 @@ class _StageSearch:
             return None
         if is_too_slow:
             return NotFaster(self.stages.compare(choices))
-        if self._plan_neighbour(best, choices) or self._plan_otherwise_divided(best, choices[best].step_s):
+        if self._plan_neighbour(best, choices) or self._plan_otherwise_divided(best, choices[best]):
             self.stages.outdate()
             return None
         return self._describe(best, choices)
@@ -311,7 +315,7 @@ class _StageSearch:
                     return self.costs.plan_more(number, [stage.submesh for stage in nearest.stages])
         return False
 
-    def _plan_otherwise_divided(self, best: Timetable, to_beat_s: float) -> bool:
+    def _plan_otherwise_divided(self, best: Timetable, choice: StageChoice) -> bool:
         """Plan layers in the best number of microbatches on submeshes that divide its examples less far than those of the numbers
         in which they are planned; whether there are any that may pay.
 
@@ -323,17 +327,23 @@ class _StageSearch:
             return False
         sizes = [size_of(one) for one in rules.options]
         hoped = self.stages.solve(best, costs=self.stages.table(best).with_divided_state(sizes, otherwise))
-        if not isinstance(hoped, StageChoice) or hoped.step_s * (1 + self.tuning.worth) >= to_beat_s:
+        if not isinstance(hoped, StageChoice) or hoped.step_s * (1 + self.tuning.worth) >= choice.step_s:
             return False
         new = [one for one, is_new in zip(rules.options, otherwise, strict=True) if is_new]
-        return self.costs.plan_more(count, [stage.submesh for stage in hoped.stages if stage.submesh in new])
+        if not self.costs.plan_more(count, [stage.submesh for stage in hoped.stages if stage.submesh in new]):
+            return False
+        self.settled.append((best, choice))
+        return True
 
     def _describe(self, best: Timetable, choices: Mapping[Timetable, StageChoice]) -> Found:
         ways = [way for way in self.stages.ways if way.schedule == self._first.schedule]
         found = self._found(best, choices[best])
+        others = [(best, one) for one in self._other_numbers(best, choices[best])]
+        others += [(way, one) for way, one in self.settled if one.stages != choices[best].stages]
+        others.sort(key=lambda other: other[1].step_s)
         return dataclasses.replace(
             found,
-            others=tuple(self._found(best, other) for other in self._other_numbers(best, choices[best])),
+            others=tuple(self._found(way, one) for way, one in others),
             one_stage_s=self.stages.one_stage_s(ways),
             alone_fits=self.stages.first_alone(),
             alone_s={way.microbatches: self.stages.alone_s(way) for way in ways},

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import types
 
 import numpy as np
 import pytest
@@ -45,32 +46,40 @@ class Costs:
         self.planned |= new
         return bool(new)
 
+    def of(self, count):
+        return types.SimpleNamespace(places=(1, 2, 3, 4, 5), loop=None)
+
 
 def found_with(costs, monkeypatch):
-    """The submeshes of the stages that are chosen on four devices, with room for two layers, or for three whose weights are
-    divided."""
+    """What is chosen on four devices, with room for two layers, or for three whose weights are divided."""
     rules = StageRules(options=((1, 1), (1, 2)), shares=(0.0,), shape=(1, 4), limit_bytes=2.5, num_stages=None)
     stages = BestStages(costs, [BEST], rules, processes=1, budget=Budget(), tuning=TUNING)
     search = _StageSearch(costs=costs, stages=stages, rules=rules, beat_s=math.inf, budget=Budget(), tuning=TUNING)
     monkeypatch.setattr(_StageSearch, "_plan_chosen", lambda *_: False)
-    monkeypatch.setattr(_StageSearch, "_describe", lambda _, best, choices: choices[best])
-    choice = search._look()
-    return [stage.submesh for stage in choice.stages]
+    return search._look()
 
 
 def test_submeshes_whose_weights_were_whole_elsewhere_are_planned_before_the_search_ends(monkeypatch):
-    """Two stages of three layers take 1.5 s a microbatch, four of two layers at most take 2."""
+    """Two stages of three layers take 1.5 s a microbatch, three of two layers take 2. These come next, should the sums that are
+    new not hold."""
     costs = Costs(pair_s=0.5)
-    assert found_with(costs, monkeypatch) == [(1, 2), (1, 2)]
+    found = found_with(costs, monkeypatch)
     assert costs.planned == {1, 2}
+    assert [stage.submesh for stage in found.choice.stages] == [(1, 2), (1, 2)]
+    assert found.cuts == (3,)
+    (before,) = found.others
+    assert before.sizes == (1, 1, 2)
+    assert before.choice.step_s > found.choice.step_s
 
 
 @pytest.mark.parametrize("pair_s", [0.66, 2.0])
 def test_submeshes_that_promise_little_even_so_are_not_planned(monkeypatch, pair_s):
     """Three layers of 0.66 s are 1 % faster than two of 1 s, which is less than what sums are off by."""
     costs = Costs(pair_s)
-    assert found_with(costs, monkeypatch) != [(1, 2), (1, 2)]
+    found = found_with(costs, monkeypatch)
     assert costs.planned == {1}
+    assert found.sizes != (2, 2)
+    assert found.others == ()
 
 
 def test_divided_state_is_that_of_the_smallest_submesh_and_never_more_than_was_known():

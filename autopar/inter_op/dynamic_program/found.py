@@ -27,10 +27,11 @@ class Found:
     least time of one stage on all devices, infinite if that does not fit. `alone_s`: what it takes in each number of
     microbatches, whether or not it fits. `alone_fits`: the fewest microbatches in which it fits, with its seconds. `compared`:
     every timetable with what its best stages would take. `ended_early`: the budget ended the search. `others`: choices of other
-    numbers of stages, which may be faster if unequal stages wait longer than assumed; of other timetables if the budget ended
-    the search, should the first one not fit as wholes. `choose_within`: makes the choice again for stages that use this part of
-    the memory limit, should none of these fit as wholes; it raises OutOfMemoryError. `choose_several`: makes it again without
-    one stage on all devices, for stages that have to beat this many seconds; where nodes are alike.
+    numbers of stages, which may be faster if unequal stages wait longer than assumed; what was best before more was planned; of
+    other timetables if the budget ended the search, should the first one not fit as wholes. `choose_within`: makes the choice
+    again for stages that use this part of the memory limit, should none of these fit as wholes; it raises OutOfMemoryError.
+    `choose_several`: makes it again without one stage on all devices, for stages that have to beat this many seconds; where
+    nodes are alike.
     """
 
     cuts: tuple[int, ...]
