@@ -162,7 +162,7 @@ def test_a_memory_limit_that_nothing_fits_names_the_largest_tensors_and_the_ways
         "no plan fits 9.8 KiB per device on 8 devices: on mesh (8,)",
         "float32[8, 1024]",
         "Ways out: more devices; a smaller batch; num_microbatches, recompute and layouts left open",
-        "This is of the step in 1 microbatch, the leanest of 4 ways that were looked at.",
+        "This is of the step in 16 microbatches, the leanest of 4 ways that were looked at.",
         "memory_limit_bytes",
     )
     assert "Constraints are in force" not in message

@@ -6,7 +6,8 @@ and a range of layers costs the sum of its layers. At first only the submeshes o
 under one number of microbatches; `plan_more` adds to them. Everything else is estimated: a larger submesh costs what perfect
 division of a smaller one gives, a smaller one what a larger one gives without its communication, and
 `candidates/timetables.py` carries figures over to another number of microbatches. What can go wrong: an estimate need not be a
-bound, so a caller that chooses by an estimate has that planned and chooses again.
+bound, so a caller that chooses by an estimate has that planned and chooses again. One that keeps too much is not chosen;
+`is_divided_otherwise` says where it may be wrong.
 """
 
 from __future__ import annotations

@@ -4,8 +4,10 @@ In: a traced step, the number of devices, the machine, and timetables: numbers o
 meshes and timetable for `plan_stages`. Ranges of layers have costs (`layer_costs.py`), planned or estimated from what is planned,
 and the dynamic program (`choose_stages.py`) chooses for the timetables that look best (`best_stages.py`). Whatever
 is chosen by an estimate is planned, and the choice made again, until everything that is chosen has been planned: first in one
-number of microbatches, then in all. What can go wrong: the sum leaves out what layers share, such as a relayout at a boundary
-saved or an activation freed early. So the chosen stages are planned again as wholes, and their own figures are the plan's.
+number of microbatches, then in all. Where an estimate keeps too much to be chosen, as devices divided examples of which there are
+fewer now, it is planned as well, if it would pay with its state divided. What can go wrong: the sum leaves out what layers share,
+such as a relayout at a boundary saved or an activation freed early. So the chosen stages are planned again as wholes, and their own
+figures are the plan's.
 
 Where nothing fits the memory in the numbers of microbatches around the usual one, or only with forward work done again, larger
 ones are compared: in the first case those before all in which the layers that repeat fit.
