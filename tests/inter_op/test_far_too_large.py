@@ -88,6 +88,15 @@ def test_ways_that_no_division_makes_small_enough_are_not_planned_and_the_leanes
     assert short.value.bound_bytes == usual.value.bound_bytes > 137_000
 
 
+def test_what_fits_in_some_division_is_not_refused(traced):
+    kept, temporaries = planner.evenly_divided_parts(traced, request_for(10**6, large=0))
+    assert planner.least_excess(traced, request_for(kept + temporaries, large=0)) == 0
+    excess = planner.least_excess(traced, request_for(kept + temporaries // 2, large=0))
+    assert excess == pytest.approx(2, rel=1e-3)
+    assert planner.least_excess(traced, request_for(kept, large=0)) == math.inf
+    assert planner.least_excess(traced, request_for(kept, large=10**6)) == 0, "a small step is soon searched"
+
+
 @pytest.mark.parametrize(("refused", "ways"), [(set(), [4096]), ({4096}, [1024])])
 def test_where_no_number_may_do_those_are_planned_that_fit_in_some_division(traced, monkeypatch, refused, ways):
     """The largest, and the largest with an example for each device."""

@@ -26,14 +26,14 @@ class Costs:
     impossible = frozenset()
     counts = frozenset({8, 64})
 
-    def __init__(self, pair_s):
-        self.pair_s, self.planned = pair_s, {1}
+    def __init__(self, pair_s, *, divides=True):
+        self.pair_s, self.divides, self.planned = pair_s, divides, {1}
 
     def table(self, count, options, *, shares, split):
         def cost_of(first, end, option):
             devices, layers = size_of(options[option]), end - first
             each_s = self.pair_s if devices == 2 else 1.0
-            kept = layers / devices if devices in self.planned else layers
+            kept = layers / devices if self.divides and devices in self.planned else layers
             return StageCost(seconds_per_microbatch=layers * each_s, weight_bytes=kept)
 
         return CostTable.of(6, len(options), cost_of)
@@ -80,6 +80,14 @@ def test_submeshes_that_promise_little_even_so_are_not_planned(monkeypatch, pair
     assert costs.planned == {1}
     assert found.sizes != (2, 2)
     assert found.others == ()
+
+
+def test_what_was_best_stays_so_where_plans_do_not_divide_the_weights(monkeypatch):
+    costs = Costs(pair_s=0.5, divides=False)
+    found = found_with(costs, monkeypatch)
+    assert costs.planned == {1, 2}
+    assert found.sizes == (1, 1, 2)
+    assert found.others == (), "it is no choice beside itself"
 
 
 def test_divided_state_is_that_of_the_smallest_submesh_and_never_more_than_was_known():
