@@ -6,8 +6,8 @@ and the dynamic program (`choose_stages.py`) chooses for the timetables that loo
 is chosen by an estimate is planned, and the choice made again, until everything that is chosen has been planned: first in one
 number of microbatches, then in all. Where an estimate keeps too much to be chosen, as devices divided examples of which there are
 fewer now, it is planned as well, if it would pay with its state divided. What can go wrong: the sum leaves out what layers share,
-such as a relayout at a boundary saved or an activation freed early. So the chosen stages are planned again as wholes, and their own
-figures are the plan's.
+such as a relayout at a boundary saved or an activation freed early. So the chosen stages are planned again as wholes, and their
+own figures are the plan's.
 
 Where nothing fits the memory in the numbers of microbatches around the usual one, or only with forward work done again, larger
 ones are compared: in the first case those before all in which the layers that repeat fit.
