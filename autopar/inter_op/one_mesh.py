@@ -8,9 +8,9 @@ where these would have fewer examples than there are devices, and stages are pla
 microbatches: all but the values that the user named, and of the first layers only, as many as the rest needs to fit. The first
 number is the one in which the temporaries of the plan without a limit should fit. From there it rises until a plan fits, and on
 while plans are dear and become faster; if the clock ends this before anything fits, one more number is planned. If nothing fits,
-the leanest way is planned last. Where one microbatch is far too large (`far_excess`), other ways of which that may hold as well
-are only planned if their temporaries fit once they are divided evenly among all devices (`least_excess`). All ways share what is
-known of the meshes (`SharedSearch`). What can go wrong: another number may be faster after all; nobody looks for it.
+the leanest way is planned last. Where one microbatch is far too large (`far_excess`), others may be as well: a way in fewer
+microbatches than that asks for is left out if even its evenly divided temporaries do not fit (`least_excess`). All ways share
+what is known of the meshes (`SharedSearch`). What can go wrong: another number may be faster after all; nobody looks for it.
 """
 
 from __future__ import annotations
