@@ -6,9 +6,11 @@ programs behind it. What can go wrong: wishes that exclude each other; the error
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 from autopar.errors import ArgumentError, OutOfMemoryError
@@ -22,6 +24,7 @@ from autopar.inter_op.candidates.timetables import (
 from autopar.inter_op.candidates.tuning import TUNING, Tuning
 from autopar.inter_op.describe_pipeline import PlannedPipeline, describe_pipeline
 from autopar.inter_op.dynamic_program.kinds import KindOfNodes, kinds_of
+from autopar.inter_op.plan_stage import StagesTooLargeError
 from autopar.inter_op.plan_stages import StageRequest, plan_stages, restore_stages, split_devices
 from autopar.inter_op.stage_seconds import Staged
 from autopar.intra_op.request import PlanRequest
@@ -155,26 +158,35 @@ def plan_with_recomputation(
 ) -> Staged:
     """The stages, with forward work done again in backward if that was asked for, or if nothing else fits.
 
-    `wanted.shares`: the parts of it with which the stages should fit; if they do not, ever more of it is done again.
+    `wanted.shares`: the parts of it with which the stages should fit. Of those that do not, ever more is done again; without
+    such parts, of all stages.
     """
-
-    def plan(share: float) -> Staged:
-        shares = wanted.shares if share == 0.0 else (share,) * wanted.num_stages
-        again = dataclasses.replace(wanted, shares=shares, keeps_named=recompute == "named")
-        return plan_stages(traced, again, request, tuning=tuning)
-
+    again = functools.partial(dataclasses.replace, wanted, keeps_named=recompute == "named")
+    plan = functools.partial(plan_stages, traced, request=request, tuning=tuning)
     if recompute in ("layer", "named"):
-        return plan(1.0)
+        return plan(wanted=again(shares=(1.0,) * wanted.num_stages))
     if recompute == "none":
-        return plan(0.0)
-    least = max(wanted.shares, default=0.0)
-    tried = [0.0, *(share for share in sorted(tuning.recomputed_shares) if share > least)]
-    for share in tried[:-1]:
+        return plan(wanted=again())
+    if wanted.shares:
+        return _plan_with_own_shares(plan, wanted, tuning)
+    *tried, largest = sorted(tuning.recomputed_shares)
+    for share in tried:
+        with contextlib.suppress(OutOfMemoryError):
+            return plan(wanted=again(shares=(share,) * wanted.num_stages if share else ()))
+    return plan(wanted=again(shares=(largest,) * wanted.num_stages))
+
+
+def _plan_with_own_shares(plan: Callable[..., Staged], wanted: StageRequest, tuning: Tuning) -> Staged:
+    """The stages, of which those that do not fit do more forward work again, each as much as it has to."""
+    shares, largest = wanted.shares, max(tuning.recomputed_shares)
+    while True:
         try:
-            return plan(share)
-        except OutOfMemoryError:
-            continue
-    return plan(tried[-1])
+            return plan(wanted=dataclasses.replace(wanted, shares=shares, largest_share=largest))
+        except StagesTooLargeError as error:
+            more = {
+                share: min(one for one in tuning.recomputed_shares if one > share) for share in {*shares} - {largest}
+            }
+            shares = tuple(more[one] if stage in error.stages else one for stage, one in enumerate(shares))
 
 
 def restore_pipeline(traced: TracedStep, plan: PipelinePlan, request: PlanRequest) -> PlannedPipeline:

@@ -2,14 +2,14 @@
 
 In: a `StageJob`. Out: a `StagedStage`: planned, or taken from an equal stage. What was planned in one memory is known
 (`KnownStages`) to whoever plans other stages of the same step: the same stage in the same memory is not planned again. What can
-go wrong: a stage that does not fit is named with its bytes.
+go wrong: a stage that does not fit is named with its bytes. If it may do more forward work again, the others are planned too.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TypeAlias
 
 from autopar.errors import OutOfMemoryError
@@ -39,13 +39,36 @@ def plan_program(program: StageProgram, request: PlanRequest) -> PlannedStep:
     return plan_step(program.step, request)
 
 
+class StagesTooLargeError(OutOfMemoryError):
+    """Some stages do not fit, which may do more forward work again; the others are known.
+
+    Attributes:
+        stages: their numbers.
+    """
+
+    def __init__(self, failed: Mapping[int, OutOfMemoryError]) -> None:
+        first = next(iter(failed.values()))
+        super().__init__(
+            str(first),
+            needed_bytes=first.needed_bytes,
+            bound_bytes=first.bound_bytes,
+            tensors=first.tensors,
+            is_settled=first.is_settled,
+        )
+        self.stages = frozenset(failed)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class StageJob:
-    """A stage to plan: its program, a number that equal stages share, and its own meshes, constraints and memory limit."""
+    """A stage to plan: its program, a number that equal stages share, and its own meshes, constraints and memory limit.
+
+    `may_repeat_more`: whether it may do more forward work again, should it not fit.
+    """
 
     program: StageProgram
     kind: int
     request: PlanRequest
+    may_repeat_more: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -63,6 +86,7 @@ class KnownStages:
         """Nothing is known yet."""
         self._kinds: dict[Hashable, int] = {}
         self._stages: dict[Hashable, StagedStage] = {}
+        self._outcomes: dict[Hashable, StagedStage] = {}
 
     def kind_of(self, ports: StagePorts, nodes: str = "") -> int:
         """A number that equal stages on equal nodes share, and others do not. `nodes`: their kind, in a mixed cluster."""
@@ -73,9 +97,15 @@ class KnownStages:
         stage = self._stages.get(self._key(job, room))
         return None if stage is None or job.request.constraints.rules else _move(stage, job)
 
-    def keep(self, job: StageJob, planned: PlannedWithin) -> None:
-        """Note a stage that was planned."""
+    def outcome(self, job: StageJob, place: Hashable) -> StagedStage | None:
+        """What planning an equal stage at the same place of a schedule came to, in however few bytes."""
+        stage = self._outcomes.get((self._key(job, None), place))
+        return None if stage is None or job.request.constraints.rules else _move(stage, job)
+
+    def keep(self, job: StageJob, planned: PlannedWithin, place: Hashable = None) -> None:
+        """Note a stage that was planned, at this place of a schedule."""
         self._stages[self._key(job, planned.room)] = planned.stage
+        self._outcomes[self._key(job, None), place] = planned.stage
 
     def _key(self, job: StageJob, room: int | None) -> Hashable:
         return job.kind, job.request.meshes, job.request.memory_limit_bytes, room
@@ -130,6 +160,15 @@ class StagePlanning:
             needed_bytes=stage.peak_bytes,
         )
 
+    def try_plan(self, job: StageJob) -> PlannedWithin | OutOfMemoryError:
+        """As `plan`; the error of a stage that may do more forward work again."""
+        try:
+            return self.plan(job)
+        except OutOfMemoryError as error:
+            if not job.may_repeat_more:
+                raise
+            return error
+
     def _plan_within(self, job: StageJob, room: int | None) -> StagedStage:
         """The stage within so many bytes, however many its microbatches in flight take beside them."""
         known = self.known.find(job, room)
@@ -142,8 +181,18 @@ class StagePlanning:
 
     def find_known(self, job: StageJob) -> StagedStage | None:
         """What planning a stage would come to, if that is known at once."""
-        known = self.known.find(job, self._first_room(job))
+        known = self.known.outcome(job, self._place(job)) or self.known.find(job, self._first_room(job))
         return None if known is None else self._if_it_fits(known, job)
+
+    def keep(self, job: StageJob, planned: PlannedWithin) -> None:
+        """Note what planning a stage came to."""
+        self.known.keep(job, planned, self._place(job))
+
+    def _place(self, job: StageJob) -> Hashable:
+        """What decides how many bytes a stage may take, beside its mesh: whose stage it is, in which schedule."""
+        schedule = None if self.in_flight is None else self.in_flight.schedule
+        row = () if schedule is None else (schedule.name, schedule.num_meshes, schedule.virtual_stages)
+        return row, job.program.stage, self._limit(job)
 
     def plan_like(self, job: StageJob, planned: Sequence[StagedStage]) -> StagedStage | None:
         """The plan of an earlier stage that equals this one, if it fits here too."""

@@ -4,6 +4,7 @@ In: a traced step, how many stages, microbatches and which schedule, the machine
 assignments, and what each of their tasks takes. A stage is planned like a step of its own
 (`stages/tasks/stage_program.py`), on its share of the devices, within the memory that its microbatches in flight leave.
 What can go wrong: a step that mixes examples cannot be cut in time; a stage that does not fit is named with its bytes.
+All that do not, and may do more forward work again, are named together: the others need not be planned again for that.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from autopar.inter_op.plan_stage import (
     Planner,
     StageJob,
     StagePlanning,
+    StagesTooLargeError,
     plan_program,
 )
 from autopar.inter_op.stage_seconds import Staged, StagedStage, price_stage
@@ -58,6 +60,7 @@ class StageRequest:
     `in_flight`: None stands for one microbatch at a time. `cuts`, `scan_cuts`, and `split` with its `loop`: what is known of them
     already. `shares`, `keeps_named`: see `Staged`. `homes`: the stages of leaves by path, as far as they are known.
     `following`: what is taken over from another step. `known`: stages that were planned before, which are not planned again.
+    `largest_share`: what a stage that does not fit may do again at most, where stages have shares of their own; 0: no more.
     `kinds`: of the nodes of each mesh in a mixed cluster; none where nodes are alike.
     """
 
@@ -69,6 +72,7 @@ class StageRequest:
     loop: TimeLoop | None = None
     shares: tuple[float, ...] = ()
     keeps_named: bool = False
+    largest_share: float = 0.0
     scan_cuts: ScanCuts | None = None
     split: SplitStep | None = None
     homes: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -79,6 +83,10 @@ class StageRequest:
     def kind_of(self, stage: int) -> KindOfNodes | None:
         """The kind of node of a stage; None where nodes are alike."""
         return self.kinds[stage % len(self.kinds)] if self.kinds else None
+
+    def may_repeat_more(self, stage: int) -> bool:
+        """Whether a stage may do more forward work again than it does."""
+        return bool(self.shares) and self.shares[stage] < self.largest_share
 
 
 def split_devices(devices: int, meshes: int) -> tuple[tuple[LogicalMesh, ...], ...]:
@@ -104,7 +112,11 @@ def plan_stages(
     tuning: Tuning = TUNING,
     planner: Planner = plan_program,
 ) -> Staged:
-    """All stages, planned. Raises ConstraintError, OutOfMemoryError, and what `make_time_loop` raises."""
+    """All stages, planned.
+
+    Raises ConstraintError, OutOfMemoryError, StagesTooLargeError if more forward work done again may help, and what
+    `make_time_loop` raises.
+    """
     for check in (allowed_inputs, allowed_outputs):
         check(traced, wanted.meshes[0][0], request.constraints)
     split = _split_scans(traced, wanted)
@@ -147,13 +159,44 @@ def _plan_together(planning: StagePlanning, jobs: Sequence[StageJob], *, process
 
 
 def _plan_jobs(planning: StagePlanning, jobs: Sequence[StageJob], *, processes: int) -> list[StagedStage]:
-    """The stages, of which equal ones are planned once."""
-    leaders = _plan_leaders(planning, jobs, processes=processes)
-    stages: list[StagedStage] = []
-    for number, job in enumerate(jobs):
-        alike = [stages[other] for other in range(number) if jobs[other].kind == job.kind]
-        stages.append(leaders.get(number) or planning.plan_like(job, alike) or planning.plan(job).stage)
+    """The stages, of which equal ones are planned once. Raises OutOfMemoryError; see `StagesTooLargeError`.
+
+    Where the first of equal stages does not fit, the last one is planned next, which keeps least in most schedules: if it does
+    not fit either, none of them does, and if it does, the others are like it or do not.
+    """
+    found = _plan_leaders(planning, jobs, processes=processes)
+    large = {jobs[number].kind for number, one in found.items() if isinstance(one, OutOfMemoryError)}
+    numbers = range(len(jobs))
+    order = [
+        *(n for n in numbers if jobs[n].kind not in large),
+        *(n for n in reversed(numbers) if jobs[n].kind in large),
+    ]
+    for number in order:
+        if number not in found:
+            alike = [one for other, one in sorted(found.items()) if jobs[other].kind == jobs[number].kind]
+            found[number] = _plan_follower(planning, jobs[number], alike)
+    stages = [one for _, one in sorted(found.items()) if isinstance(one, StagedStage)]
+    if len(stages) < len(jobs):
+        raise StagesTooLargeError({n: one for n, one in sorted(found.items()) if isinstance(one, OutOfMemoryError)})
     return stages
+
+
+def _plan_follower(
+    planning: StagePlanning, job: StageJob, alike: Sequence[StagedStage | OutOfMemoryError]
+) -> StagedStage | OutOfMemoryError:
+    """A stage that equals others, or why it does not fit."""
+    fitting = [one for one in alike if isinstance(one, StagedStage)]
+    errors = [one for one in alike if isinstance(one, OutOfMemoryError)]
+    like = planning.plan_like(job, fitting)
+    if like is not None:
+        return like
+    if len(errors) > 1 or (errors and fitting):
+        return errors[0]
+    planned = planning.try_plan(job)
+    if isinstance(planned, OutOfMemoryError):
+        return planned
+    planning.keep(job, planned)
+    return planned.stage
 
 
 def restore_stages(traced: TracedStep, plans: Sequence[Plan], wanted: StageRequest, request: PlanRequest) -> Staged:
@@ -217,10 +260,13 @@ def _job_of(program: StageProgram, wanted: StageRequest, request: PlanRequest, t
     own = dataclasses.replace(
         request, meshes=meshes, constraints=constraints, processes=1, tuning=content
     )  # forks do not fork
-    return StageJob(program, wanted.known.kind_of(program.ports, kind.name if kind else ""), own)
+    number = wanted.known.kind_of(program.ports, kind.name if kind else "")
+    return StageJob(program, number, own, may_repeat_more=wanted.may_repeat_more(program.stage))
 
 
-def _plan_leaders(planning: StagePlanning, jobs: Sequence[StageJob], *, processes: int) -> dict[int, StagedStage]:
+def _plan_leaders(
+    planning: StagePlanning, jobs: Sequence[StageJob], *, processes: int
+) -> dict[int, StagedStage | OutOfMemoryError]:
     """The first stage of each kind on each choice of meshes, planned side by side; under constraints, every stage.
 
     A fork sends the plan alone, which is small; this process restores the assignment from it.
@@ -231,18 +277,23 @@ def _plan_leaders(planning: StagePlanning, jobs: Sequence[StageJob], *, processe
     known = {number: planning.find_known(jobs[number]) for number in leaders.values()}
     numbers = [number for number, stage in known.items() if stage is None]
 
-    def restore_sent(place: int, sent: object) -> PlannedWithin:
+    def restore_sent(place: int, sent: object) -> PlannedWithin | OutOfMemoryError:
+        if isinstance(sent, OutOfMemoryError):
+            return sent
         return planning.restore(jobs[numbers[place]], *cast(tuple[Plan, int | None], sent))
 
-    found = run_side_by_side(
-        [functools.partial(planning.plan, jobs[number]) for number in numbers],
+    outcomes = run_side_by_side(
+        [functools.partial(planning.try_plan, jobs[number]) for number in numbers],
         processes=processes,
         weights=[len(jobs[n].program.step.inputs) * jobs[n].request.meshes[0].size for n in numbers],
-        pack=lambda planned: (planned.stage.plan, planned.room),
+        pack=lambda one: one if isinstance(one, OutOfMemoryError) else (one.stage.plan, one.room),
         unpack=restore_sent,
         ends_at_error=True,
     )
-    for number, planned in zip(numbers, found, strict=True):
-        planning.known.keep(jobs[number], planned)
-    new = {number: planned.stage for number, planned in zip(numbers, found, strict=True)}
-    return {number: stage for number in leaders.values() if (stage := known[number] or new.get(number)) is not None}
+    found: dict[int, StagedStage | OutOfMemoryError]
+    found = {number: stage for number, stage in known.items() if stage is not None}
+    for number, outcome in zip(numbers, outcomes, strict=True):
+        if isinstance(outcome, PlannedWithin):
+            planning.keep(jobs[number], outcome)
+        found[number] = outcome.stage if isinstance(outcome, PlannedWithin) else outcome
+    return found

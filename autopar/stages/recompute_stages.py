@@ -3,11 +3,11 @@
 In: a `StageCut`, for each stage the share of its forward work to do again, from its beginning, and the places where layers begin.
 Out: a cut whose backward segments do forward operations of that share again, whose results they read: those of a layer just
 before its own backward. So a microbatch in flight keeps what its layers hand on and the results of the rest, and a backward has
-the results of one layer at a time. A stage whose layers hand on more than its backward reads, as those of a dense-net do, is one
-layer: it keeps what it received. Values that the user named may be kept as well. Operations and operands are the same, and so
-are the results: a dropout mask comes from the same key and positions. Forward still makes what other stages read. What can go
-wrong: a stage whose backward reads little else than what the stage received saves nothing; the predicted memory of both plans
-shows it.
+the results of one layer at a time. Stages that do nothing again stay as they are. A stage whose layers hand on more than its
+backward reads, as those of a dense-net do, is one layer: it keeps what it received. Values that the user named may be kept as
+well. Operations and operands are the same, and so are the results: a dropout mask comes from the same key and positions. Forward
+still makes what other stages read. What can go wrong: a stage whose backward reads little else than what the stage received saves
+nothing; the predicted memory of both plans shows it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def recompute_in_backward(
     made_by = dict(cut.made_by)
     for name, segment in segments.items():
         if name.kind == "forward":
-            writes = tuple(v for v in dict.fromkeys((*segment.writes, *segment.made())) if v in read)
+            more = segment.made() if shares[name.stage] > 0 else ()
+            writes = tuple(v for v in dict.fromkeys((*segment.writes, *more)) if v in read)
             segments[name] = dataclasses.replace(segment, writes=writes)
             made_by |= dict.fromkeys(writes, name)
     return dataclasses.replace(cut, segments=segments, made_by=made_by)
