@@ -2,9 +2,10 @@
 
 In: a traced step, what the user fixed, the machine. Out: the faster `PlannedPipeline` of the two. In a short step equal stages
 are planned first, in a long one, whose stages take long to plan as wholes, the search is asked first: it plans what repeats once.
-Equal stages are then planned in the timetable that it finds alone. Where equal stages do not fit the memory in the usual number
-of microbatches, the search is asked as well, which knows what layers need in others. The second of the two is planned where it
-may pay: as for stages at all, by a bound on the gain,
+If its stages take as wholes what the sum of their layers promised, equal stages, which promise no less, are not planned; else
+they are, in the timetable that it found alone. Where equal stages do not fit the memory in the usual number of microbatches, the
+search is asked as well, which knows what layers need in others. The second of the two is planned where it may pay: as for stages
+at all, by a bound on the gain,
 
     gain <= T - sum of the stages' compute x their devices / all devices x (1 + (n - 1) / 3m)
 
@@ -26,7 +27,7 @@ from autopar.inter_op.compare_timetables import plan_best_pipeline
 from autopar.inter_op.describe_pipeline import PlannedPipeline
 from autopar.inter_op.dynamic_program.submeshes import machine_shape
 from autopar.inter_op.plan_pipeline import PipelineWishes, alternative_of
-from autopar.inter_op.search_pipeline import OneStage, search_pipeline
+from autopar.inter_op.search_pipeline import OneStage, SearchedPipeline, search_pipeline
 from autopar.intra_op.request import PlanRequest
 from autopar.pipeline_plan import PipelinePlan
 from autopar.program.step import TracedStep
@@ -46,7 +47,7 @@ def plan_given_stages(
         own = wishes if like is None else _in_timetable_of(like, wishes)
         return plan_best_pipeline(traced, own, request, devices=devices, seeks_room=seeks_room, tuning=tuning)
 
-    def search(beat_s: float | None = None) -> PlannedPipeline | None:
+    def search(beat_s: float | None = None) -> SearchedPipeline | None:
         """Stages by layers, if there are any that fit and take less."""
         try:
             found = search_pipeline(
@@ -54,7 +55,7 @@ def plan_given_stages(
             )
         except (ConstraintError, OutOfMemoryError, UnsupportedProgramError):
             return None
-        return None if isinstance(found, OneStage) else found.pipeline
+        return None if isinstance(found, OneStage) else found
 
     if equations >= tuning.searched_first:
         return _search_first(request, devices, plan_equal_stages, search, tuning)
@@ -63,7 +64,8 @@ def plan_given_stages(
     except (ConstraintError, OutOfMemoryError):
         if request.budget.is_over:
             raise
-        return _or_none(search) or plan_equal_stages(seeks_room=True)
+        unequal = _or_none(search)
+        return plan_equal_stages(seeks_room=True) if unequal is None else unequal.pipeline
     nodes, _ = machine_shape(request.cluster, devices)
     if nodes == 1 and not _may_gain(equal.plan, devices, equations, tuning):
         return equal
@@ -73,31 +75,33 @@ def plan_given_stages(
         found = search(equal.plan.step_s)
     except LateError:
         return _tell_what_is_left(equal, "stages of unequal work")
-    return equal if found is None else _faster(equal, found)
+    return equal if found is None else _faster(equal, found.pipeline)
 
 
 def _search_first(
     request: PlanRequest,
     devices: int,
     plan_equal_stages: Callable[..., PlannedPipeline],
-    search: Callable[[], PlannedPipeline | None],
+    search: Callable[[], SearchedPipeline | None],
     tuning: Tuning,
 ) -> PlannedPipeline:
     """What the search finds, or equal stages in that timetable if they are faster; equal ones in any if it finds none."""
     found = _or_none(search)
     if found is None:
         return plan_equal_stages(seeks_room=True)
-    if _most_gain_s(found.plan, devices) <= tuning.worth * found.plan.step_s:
-        return found
+    unequal, step_s = found.pipeline, found.pipeline.plan.step_s
+    is_as_promised = step_s <= (1 + tuning.worth) * found.promised_s
+    if is_as_promised or _most_gain_s(unequal.plan, devices) <= tuning.worth * step_s:
+        return unequal
     if request.budget.is_over:
-        return _tell_what_is_left(found, "stages of equal work")
+        return _tell_what_is_left(unequal, "stages of equal work")
     try:
-        return _faster(found, plan_equal_stages(seeks_room=False, like=found.plan))
+        return _faster(unequal, plan_equal_stages(seeks_room=False, like=unequal.plan))
     except (ConstraintError, OutOfMemoryError):
-        return found
+        return unequal
 
 
-def _or_none(search: Callable[[], PlannedPipeline | None]) -> PlannedPipeline | None:
+def _or_none(search: Callable[[], SearchedPipeline | None]) -> SearchedPipeline | None:
     """What a search finds before the clock ends it."""
     try:
         return search()

@@ -53,10 +53,11 @@ class SearchedPipeline:
     """A pipeline of several stages, and figures by the sum of layers.
 
     `one_stage_s`, `alone_s`, `alone_fits`: of a step in one stage on all devices, see `Found`. `by_layers_s`: of a microbatch in
-    each stage. `took_s`: seconds of the clock in which stages were planned as wholes.
+    each stage. `promised_s`: of the step. `took_s`: seconds of the clock in which stages were planned as wholes.
     """
 
     pipeline: PlannedPipeline
+    promised_s: float
     one_stage_s: float
     by_layers_s: tuple[float, ...]
     alone_s: Mapping[int, float]
@@ -72,6 +73,7 @@ class SearchedPipeline:
         return cls(
             took_s=time.perf_counter() - since_s,
             pipeline=pipeline,
+            promised_s=found.choice.step_s,
             one_stage_s=hoped.one_stage_s,
             by_layers_s=tuple(stage.stage_s for stage in found.choice.stages),
             alone_s=hoped.alone_s,

@@ -265,6 +265,7 @@ def test_one_mesh_is_planned_first_in_the_number_of_microbatches_in_which_one_st
     plan = types.SimpleNamespace(step_s=step_s, not_compared=())
     found = one_or_stages.SearchedPipeline(
         pipeline=types.SimpleNamespace(plan=plan),
+        promised_s=step_s,
         one_stage_s=math.inf,
         by_layers_s=(),
         alone_s={4: 0.5 * step_s},

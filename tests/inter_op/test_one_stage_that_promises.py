@@ -117,4 +117,4 @@ def planned_step(step_s):
 def stages_of(step_s):
     others = {field.name: None for field in dataclasses.fields(PlannedPipeline) if field.name != "plan"}
     pipeline = PlannedPipeline(plan=dataclasses.replace(planned(node(1e9)), step_s=step_s), **others)
-    return SearchedPipeline(pipeline=pipeline, one_stage_s=math.inf, by_layers_s=(), alone_s={})
+    return SearchedPipeline(pipeline=pipeline, promised_s=step_s, one_stage_s=math.inf, by_layers_s=(), alone_s={})

@@ -67,7 +67,7 @@ def test_a_given_number_of_stages_is_searched_where_equal_ones_do_not_fit(traced
 
     def finding(traced, wishes, request, *, num_stages, **options):
         asked.append(num_stages)
-        return SearchedPipeline(pipeline=fitting, one_stage_s=1.0, alone_s={}, by_layers_s=())
+        return SearchedPipeline(pipeline=fitting, promised_s=1.0, one_stage_s=1.0, alone_s={}, by_layers_s=())
 
     monkeypatch.setattr(given_stages, "search_pipeline", finding)
     assert plan_given_stages(traced, WISHES, request, devices=2) is fitting
@@ -124,7 +124,7 @@ def test_the_second_of_equal_and_searched_stages_is_planned_where_it_may_pay(
     def search(*args, **options):
         order.append("searched")
         found = slower if searched_first == 0 else equal
-        return SearchedPipeline(pipeline=found, one_stage_s=1.0, alone_s={}, by_layers_s=())
+        return SearchedPipeline(pipeline=found, promised_s=0.0, one_stage_s=1.0, alone_s={}, by_layers_s=())
 
     monkeypatch.setattr(given_stages, "plan_best_pipeline", plan_equal)
     monkeypatch.setattr(given_stages, "search_pipeline", search)
@@ -146,7 +146,7 @@ def test_in_a_long_step_equal_stages_are_what_is_left(traced, monkeypatch):
 
     def search(*args, **options):
         late.stop()
-        return SearchedPipeline(pipeline=equal, one_stage_s=1.0, alone_s={}, by_layers_s=())
+        return SearchedPipeline(pipeline=equal, promised_s=0.0, one_stage_s=1.0, alone_s={}, by_layers_s=())
 
     monkeypatch.setattr(given_stages, "search_pipeline", search)
     monkeypatch.setattr(given_stages, "_most_gain_s", lambda *args: 1e3)
@@ -156,3 +156,21 @@ def test_in_a_long_step_equal_stages_are_what_is_left(traced, monkeypatch):
     monkeypatch.setattr(given_stages, "search_pipeline", lambda *args, **options: OneStage())
     plan = plan_given_stages(traced, WISHES, request_until(Budget(), None), devices=2, tuning=LONG).plan
     assert (plan.num_stages, plan.ended_early) == (2, False)
+
+
+def test_equal_stages_are_not_planned_where_searched_ones_keep_their_promise(traced, monkeypatch):
+    """They promise no less by the same sums, and take as long to plan as wholes."""
+    found = plan_best_pipeline(traced, WISHES, request_until(Budget(), None), devices=2)
+    step_s, order, promised = found.plan.step_s, [], []
+
+    def search(*args, **options):
+        return SearchedPipeline(pipeline=found, promised_s=promised[-1], one_stage_s=1.0, alone_s={}, by_layers_s=())
+
+    monkeypatch.setattr(given_stages, "search_pipeline", search)
+    monkeypatch.setattr(given_stages, "plan_best_pipeline", lambda *args, **options: order.append("equal") or found)
+    monkeypatch.setattr(given_stages, "_most_gain_s", lambda *args: 1e3)
+    for promised_s, planned in ((step_s, []), (0.98 * step_s, []), (0.9 * step_s, ["equal"])):
+        order.clear()
+        promised.append(promised_s)
+        assert plan_given_stages(traced, WISHES, request_until(Budget(), None), devices=2, tuning=LONG) is found
+        assert order == planned
