@@ -34,6 +34,33 @@ def in_stages(step, num_stages=2, **options):
 # --- in pipelines -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1", "interleaved"])
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_a_carry_that_adds_up_a_loss_goes_back_from_stage_to_stage(schedule, is_alone):
+    """Its cotangent is a literal, which no operation makes."""
+
+    def step(weights, x):
+        def loss_of(weights):
+            def layer(carry, w):
+                h, penalty = carry
+                h = jnp.tanh(h @ w)
+                return (h, penalty + 0.01 * jnp.mean(h**2)), None
+
+            (h, penalty), _ = lax.scan(layer, (x, 0.0), weights)
+            return penalty if is_alone else jnp.mean(h**2) + penalty
+
+        loss, gradient = jax.value_and_grad(loss_of)(weights)
+        return weights - 0.1 * gradient, loss
+
+    draw = np.random.default_rng(0)
+    weights = jnp.asarray(draw.normal(size=(4, WIDTH, WIDTH)) / 3, jnp.float32)
+    x = jnp.asarray(draw.normal(size=(16, WIDTH)), jnp.float32)
+    virtual = 2 if schedule == "interleaved" else 1
+    parallel = in_stages(step, mesh_shape=(1,), schedule=schedule, virtual_stages=virtual)
+    assert_trees_close(parallel.gather(parallel(weights, x)), jax.jit(step)(weights, x))
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "num_stages", "num_microbatches", "schedule", "virtual_stages"),

@@ -192,6 +192,7 @@ class _Tracer:
         terms = [r for r in segment.results if r.monoid]
         slices = [r for r in segment.results if not r.monoid]
         writes = [*dict.fromkeys((*segment.writes, *(r.var for r in slices)))]
+        sent = {port.var for port in self.outputs if port.source == "received"}
 
         def compute(number: jax.Array, fixed: Arrays, parts: Arrays, accumulators: Arrays) -> tuple[Arrays, Arrays]:
             lowering = StepLowering(self.loop.plan, number, segment.late)
@@ -201,7 +202,9 @@ class _Tracer:
             )
             sums = dict(zip((r.var for r in terms), accumulators, strict=True))
             summed = accumulate(segment.equations, scope, lowering, terms, sums)
-            return [scope.values[v].array for v in writes], [summed[r.var] for r in terms]
+            made = [scope.values[v].array for v in writes]
+            made = [_computed(x) if v in sent else x for v, x in zip(writes, made, strict=True)]
+            return made, [summed[r.var] for r in terms]
 
         made, summed = tag_operations(compute, segment.name)(
             number, list(whole.values()), [p.array for p in moving.values()], [held[r.var] for r in terms]
@@ -251,6 +254,11 @@ class _Tracer:
     def _output(self, number: int, scope: Scope[Placed]) -> jax.Array:
         atom = self.loop.program.outvars[number]
         return jnp.asarray(atom.val, atom.aval.dtype) if isinstance(atom, JaxLiteral) else scope.values[atom].array
+
+
+def _computed(array: jax.Array) -> jax.Array:
+    """The same value as the result of operations, which a task can write. A literal, which may be a scalar's, is of none."""
+    return array if array.ndim else jnp.squeeze(jnp.expand_dims(array, 0), 0)
 
 
 def _whole(var: Var) -> Layout:
