@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
 from jax.lax import optimization_barrier_p
 
 from autopar import compat
 from autopar.avals import bytes_of
 from autopar.compat import JaxprEqn, Literal, Var
+from autopar.program.late_casts import with_late_casts
 from autopar.program.loops import Loop, LoopEquation
 from autopar.program.observe import answering, branch_that_returns, is_call, is_observer, observe, refuse_side_effects
 from autopar.program.opened.called import branch_that_runs, operands_of
@@ -33,9 +33,6 @@ PER_OPERAND = ("devices", "srcs", "copy_semantics")
 """Those of their parameters that are tuples with an entry for each operand."""
 SMALL_BYTES = 1024
 """An argument of the program up to this size, such as a random key, also waits at a barrier; larger ones are only kept apart."""
-RESHAPING = ("reshape", "squeeze", "transpose")
-CAST = "convert_element_type"
-"""What may stand between a sum in a scan, its rounding and the result."""
 WHILE_TRIPS = 8
 """What planning assumes of a loop whose length is not known before it runs."""
 
@@ -55,7 +52,7 @@ def program_of(closed: Any, *, pruned: bool = False) -> tuple[Program, tuple[Any
     builder.constants.extend(zip(constvars, constants, strict=True))
     outs = builder.show_observed(builder.inline(jaxpr, constvars, fresh))
     held = [v for v, _ in builder.constants]
-    opened = _with_late_casts(Program((*fresh, *held), builder.finish(outs), tuple(outs)))
+    opened = with_late_casts(Program((*fresh, *held), builder.finish(outs), tuple(outs)))
     program = _with_fan_outs(_without_dead_code(opened))
     return program, tuple(value for _, value in builder.constants)
 
@@ -275,71 +272,6 @@ def _open_cond(
 
 
 _OPENERS = {"scan": _open_scan, "while": _open_while, "cond": _open_cond}
-
-
-def _with_late_casts(program: Program) -> Program:
-    """The program with sums that a scan rounds, of `float32` to `bfloat16` say, rounded after it.
-
-    Rounding is no linear operation: inside of the loop it would need the whole sum there, over all microbatches or over all
-    devices for each layer. What is kept for the backward pass stays as it is, since it would take twice the memory.
-    """
-    equations: list[Equation] = []
-    for eqn in program.equations:
-        inside = dataclasses.replace(eqn, regions=tuple(map(_with_late_casts, eqn.regions)))
-        is_scan = isinstance(inside, LoopEquation) and inside.loop.kind == "scan"
-        equations.extend(_cast_behind(inside) if is_scan else (inside,))
-    return dataclasses.replace(program, equations=tuple(equations))
-
-
-def _cast_behind(scan: Equation) -> list[Equation]:
-    """The scan, and the casts of those of its stacks that are rounded sums."""
-    assert isinstance(scan, LoopEquation)
-    (body,) = scan.regions
-    maker = {v: eqn for eqn in body.equations for v in eqn.outvars}
-    results, outs, added, casts = list(body.outvars), list(scan.outvars), list(body.equations), []
-    for i in range(scan.loop.carries, len(results)):
-        chain = _rounded_sum(results[i], maker)
-        if chain is None:
-            continue
-        cast, *reshapes = chain
-        wide = cast.invars[0]
-        for eqn in reshapes:
-            made = Var(eqn.outvars[0].aval.update(dtype=wide.aval.dtype))
-            added.append(dataclasses.replace(eqn, invars=(wide, *eqn.invars[1:]), outvars=(made,)))
-            wide = made
-        results[i], rounded = wide, outs[i]
-        outs[i] = Var(rounded.aval.update(dtype=wide.aval.dtype))
-        casts.append(dataclasses.replace(cast, invars=(outs[i],), outvars=(rounded,), tag=scan.tag))
-    region = Program(body.invars, tuple(added), tuple(results))
-    return [dataclasses.replace(scan, regions=(region,), outvars=tuple(outs)), *casts]
-
-
-def _rounded_sum(result: Atom, maker: Mapping[Var, Equation]) -> list[Equation] | None:
-    """The cast that makes a result of a sum, and the reshapes after it in order; None if it is none."""
-    chain: list[Equation] = []
-    while (eqn := _maker(result, maker)) is not None and eqn.primitive.name in (*RESHAPING, CAST):
-        if eqn.primitive.name == CAST:
-            return [eqn, *reversed(chain)] if _narrows(eqn) and _is_sum(eqn.invars[0], maker) else None
-        chain.append(eqn)
-        result = eqn.invars[0]
-    return None
-
-
-def _is_sum(value: Atom, maker: Mapping[Var, Equation]) -> bool:
-    while (eqn := _maker(value, maker)) is not None and eqn.primitive.name in RESHAPING:
-        value = eqn.invars[0]
-    return eqn is not None and eqn.primitive.name == "reduce_sum"
-
-
-def _maker(value: Atom, maker: Mapping[Var, Equation]) -> Equation | None:
-    return maker.get(value) if isinstance(value, Var) else None
-
-
-def _narrows(cast: Equation) -> bool:
-    """Whether a cast of real numbers rounds."""
-    old, new = cast.invars[0].aval.dtype, cast.outvars[0].aval.dtype
-    both = jnp.issubdtype(old, jnp.floating) and jnp.issubdtype(new, jnp.floating)
-    return bool(both and jnp.finfo(old).nmant > jnp.finfo(new).nmant)
 
 
 def _without_dead_code(program: Program) -> Program:

@@ -67,3 +67,58 @@ def test_layers_in_half_precision_are_cut_into_microbatches(way):
     new = parallel.gather(parallel(state, batch))
     assert_trees_close(new, jax.jit(step)(state, batch), rtol_of_scale=2e-2)
     assert parallel.last_plan().num_microbatches == way["num_microbatches"]
+
+
+def rounded(x, w):
+    """Products in bfloat16 of float32 values, and a result in float32: the gradient of a weight is rounded and widened again."""
+    return jnp.dot(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
+
+
+CELLS = {
+    "rounded": (rounded, jnp.float32),
+    "float32 activations": (lambda x, w: x @ w.astype(jnp.bfloat16), jnp.float32),
+    "bfloat16 weights": (lambda x, w: x @ w.astype(jnp.float32), jnp.bfloat16),
+}
+"""Products of activations and weights, and the type of the weights."""
+
+
+def layered(cell):
+    """Layers in a scan."""
+
+    def step(weights, x):
+        def loss_of(weights):
+            return jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(cell(x, w)), None), x, weights)[0] ** 2)
+
+        loss, gradient = jax.value_and_grad(loss_of)(weights)
+        return (weights - gradient).astype(weights.dtype), loss
+
+    return step
+
+
+@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize(
+    "way", [{"num_microbatches": 4}, {"num_stages": 2, "num_microbatches": 2}], ids=["one", "stages"]
+)
+def test_gradients_of_products_in_mixed_precision_are_cut_into_microbatches(name, way):
+    cell, dtype = CELLS[name]
+    draw = np.random.default_rng(0)
+    weights = jnp.asarray(draw.normal(size=(LAYERS, WIDTH, WIDTH)) / 3, dtype)
+    x = draw.normal(size=(2 * ROWS, WIDTH)).astype(np.float32)
+    parallel = autopar.parallelize(layered(cell), mesh_shape=(1,), **way)
+    new = parallel.gather(parallel(weights, x))
+    assert_trees_close(new, jax.jit(layered(cell))(weights, x), rtol_of_scale=2e-2)
+    assert parallel.last_plan().num_microbatches == way["num_microbatches"]
+
+
+def test_products_that_a_forward_pass_keeps_rounded_stay_rounded():
+    """They are of the shape of no weight."""
+
+    def forward(weights, x):
+        def layer(x, w):
+            made = rounded(x, w).astype(jnp.bfloat16)
+            return jnp.tanh(made).astype(jnp.float32), made
+
+        return jax.lax.scan(layer, x, weights)[1]
+
+    program, _ = program_of(jax.make_jaxpr(forward)(jnp.ones((LAYERS, WIDTH, WIDTH)), jnp.ones((3, WIDTH))))
+    assert stacks(program) == {"bfloat16[4,3,8]"}
