@@ -7,10 +7,13 @@ a plan was printed that the search had until then.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 from autopar.commands.arguments.in_flags import in_flags
 from autopar.commands.parser import read
@@ -18,7 +21,32 @@ from autopar.commands.terminal.documents import documents_alone
 from autopar.commands.terminal.users_error import describe_users_error
 from autopar.errors import AutoparError, AutoparWarning
 
-USAGE_ERROR, INTERRUPTED = 2, 130
+USAGE_ERROR, INTERRUPTED, TERMINATED = 2, 130, 143
+
+
+def end_with_command() -> NoReturn:
+    """Run the command of this process and end it, at once if a signal has stopped the command.
+
+    An interpreter that ends as usual waits for what XLA compiles in threads of its own, up to 20 seconds, and then may crash.
+    Where other processes take part, they hear of the usual end.
+    """
+    try:
+        status = main()
+    except SystemExit as ended:
+        if ended.code != TERMINATED:
+            raise
+        status = TERMINATED
+    if status in (INTERRUPTED, TERMINATED) and not _is_one_of_several():
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+                stream.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
+def _is_one_of_several() -> bool:
+    """Whether this process computes with others; it has loaded JAX then."""
+    return "jax" in sys.modules and importlib.import_module("autopar.compat").coordination() is not None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,4 +93,4 @@ def _shorten(usual: Callable[..., None]) -> Callable[..., None]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with_command()
