@@ -188,6 +188,28 @@ class Attempts:
         needs_more = self._smallest is not None
         return self.is_dear() or (needs_more and self.shared.best_s > work_s / (1 - self._tuning.repeated_share))
 
+    def is_far_slower(self) -> bool:
+        """Whether the fastest way takes far longer than the work, so that ways that were left early may be worth more work."""
+        work_s, best_s = self.shared.work_s or self.shared.evenly_divided_s, self.shared.best_s
+        return work_s > 0 and self._tuning.far_slower * work_s < best_s < math.inf
+
+    def was_left_early(self, count: int, repeated: Repeated | None) -> bool:
+        """Whether a way in so many microbatches was left after little work, or was not looked at."""
+        key = count, repeated, True
+        error = self._refused.get(key)
+        is_open = error is None or (isinstance(error, OutOfMemoryError) and not error.is_settled)
+        is_planned = any(_way_of(row) == (count, *_fields(repeated).values()) and row.step_s for row in self._compared)
+        return is_open and not is_planned and key not in self._beaten
+
+    @contextlib.contextmanager
+    def insisting(self) -> Iterator[None]:
+        """A context in which a way is searched as if there were no other."""
+        before, self.shared.has_other_ways = self.shared.has_other_ways, False
+        try:
+            yield
+        finally:
+            self.shared.has_other_ways = before
+
     def _explain(self) -> OutOfMemoryError | ConstraintError:
         """The error that needs the least memory; if the clock has left ways out, it says so."""
         error = min(self.errors, key=_needed_bytes)

@@ -176,6 +176,7 @@ def _plan_recomputed(
     ways = _Ways(attempts, found.apply(traced), counts, Repeated())
     if not attempts.is_late:
         ways.explore(excess * found.kept_share, roomier=roomier)
+        ways.insist()
     _repeat_less(attempts, traced, found, tuning)
     return ways
 
@@ -238,6 +239,24 @@ class _Ways:
         if place not in self._tried and isinstance(self._plan(place), PlannedStep):
             self._fitting, self._next = place, place + 1
             self.refine()
+
+    def insist(self) -> None:
+        """Plan numbers that were left early once more, fewest first up to one that fits, and those that were skipped on the way.
+
+        How much the fastest choice exceeds the memory tells how many microbatches are needed where results of examples take it.
+        Copies of weights take as much in any number: a choice that keeps none of them may fit in few, and nobody has looked.
+        """
+        first = min(self._tried, default=len(self._counts))
+        for place in range(first, len(self._counts)):
+            fastest = self._attempts.fastest()
+            is_more = fastest is not None and self._counts[place] >= fastest.plan.num_microbatches
+            if is_more or self._attempts.is_over or not self._attempts.is_far_slower():
+                return
+            if self._attempts.was_left_early(self._counts[place], self._repeated):
+                with self._attempts.insisting():
+                    found = self._plan(place)
+                if isinstance(found, PlannedStep):
+                    return
 
     def explore(self, excess: float, *, roomier: float = 1.0) -> None:
         """Plan the first number that fits, see `find_first`, and those around it."""

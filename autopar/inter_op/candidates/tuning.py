@@ -19,6 +19,10 @@ class Tuning:
 
     repeated_share: float = 0.25
     """Of a step on one mesh that does all forward work again, the part that this takes: forward is a third of the rest."""
+    far_slower: float = 3.0
+    """If a step takes more than this many times what its work takes, ways with forward work done again that were left after
+    little work, as others were to follow, are searched once more, as if they were the last. A ViT of 12 layers within 300 MB per
+    V100 takes 1.1 s so, and 5 s without (`tests/inter_op/test_insisting.py`). A smaller number plans longer."""
     begun: float = 0.5
     """Where there is a plan, another way to run the step is only begun if the clock leaves this part of what the last one took,
     and one mesh only if it leaves this part of what all stages took. GPT-39B on 64 V100s (`benchmarks/planning_ordinary.py`)
