@@ -103,6 +103,11 @@ class Device:
     attention: tuple[AttentionSpeed, ...] = ()
     thread_blocks: ThreadBlocks | None = None
 
+    @property
+    def is_one_core(self) -> bool:
+        """Whether its matrix units belong to one core or two, as those of a TPU do; XLA multiplies groups one by one there."""
+        return self.fuses and self.thread_blocks is not None and self.thread_blocks.multiprocessors <= 2
+
     def efficiency_of(self, dtype: str) -> MatrixEfficiency:
         """The efficiency of matrix products in `dtype`."""
         known = self.matrix_efficiency

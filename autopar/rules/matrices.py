@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from autopar.avals import itemsize_of
 from autopar.compat import JaxprEqn
 from autopar.rules.by_shape import Factors, linear_factors, shape_of, share_leading_dimensions
 from autopar.rules.factor_rule import FactorRule, make_rule
@@ -120,6 +121,18 @@ def ragged_dot_local(call: LocalCall) -> Sequence[jax.Array]:
         ends, first, count = jnp.cumsum(sizes, dtype=sizes.dtype), call.offset(dim), call.local_size(dim)
         sizes = jnp.clip(ends - first, 0, count) - jnp.clip(ends - sizes - first, 0, count)
     return call.bind(left, right, sizes)
+
+
+def ragged_dot_scratch(eqn: JaxprEqn, shapes: Sequence[Sequence[int]]) -> int:
+    """Bytes of the rows, once for each group with zeros for those of others, and of the matrices in the order of a product.
+
+    Where the ragged dimension is contracted, both operands are rows. So says XLA's compiler for CPUs (`memory_analysis`).
+    """
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (left_contract, _), _ = numbers.dot_dimension_numbers
+    left, right = (math.prod(shape) * itemsize_of(v.aval) for shape, v in zip(shapes[:2], eqn.invars[:2], strict=True))
+    groups, are_both_rows = shapes[2][-1], set(numbers.lhs_ragged_dimensions) <= set(left_contract)
+    return groups * (left + right) if are_both_rows else groups * left + right
 
 
 def scaled_dot(eqn: JaxprEqn) -> FactorRule:

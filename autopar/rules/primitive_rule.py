@@ -57,6 +57,7 @@ class PrimitiveRule:
     once: bool = False
     between: Callable[[JaxprEqn], float] | None = None
     holes: Callable[[JaxprEqn], float] | None = None
+    masks: Callable[[JaxprEqn], float] | None = None
 
     @property
     def heavy(self) -> bool:

@@ -14,6 +14,7 @@ Nothing else in autopar knows a primitive by name, except control flow, whose su
     scratch       the function from local shapes of its operands to the bytes that a device needs while it runs
     between       the function to the bytes that its own kernels hand to each other, of all devices together; None: none do
     holes         how many times as many operations it takes where zeros between rows are multiplied too; None: there are none
+    masks         as many where rows of other groups are masked and multiplied too, as all compilers but those for TPUs do
     once          it calls Python, which one device does for all, and no microbatch by itself
     permutation   the function from an equation to the order in which it puts its operand's dimensions
 
@@ -196,6 +197,8 @@ RULES: Mapping[str, Row] = types.MappingProxyType(
             work=Work.CONTRACTION,
             local=matrices.ragged_dot_local,
             flops=flops.of_ragged_dot,
+            masks=flops.groups_of_ragged_dot,
+            scratch=matrices.ragged_dot_scratch,
         ),
         "random_bits": Row(rule=pointwise.random_bits, work=Work.RANDOM, local=on_shard.random_bits),
         "random_clone": Row(rule=by_shape.everything_whole),

@@ -301,8 +301,11 @@ class Catalogue:
         )
 
     def _multiplied(self, eqn: Equation, entry: PrimitiveRule, flops: float) -> float:
-        """The operations that the device does, with those on zeros that a compiler without libraries multiplies."""
-        return flops if entry.holes is None or self.cluster.device.fuses else flops * entry.holes(eqn)
+        """The operations that the device does, with those on zeros that a compiler without libraries multiplies, and those on
+        rows that one without a kernel for groups masks."""
+        device = self.cluster.device
+        flops *= 1.0 if entry.holes is None or device.fuses else entry.holes(eqn)
+        return flops if entry.masks is None or device.is_one_core else flops * entry.masks(eqn)
 
     def _between_s(self, eqn: Equation, entry: PrimitiveRule, strategy: ShardingStrategy) -> float:
         """Seconds in which an operation's own kernels hand values to each other, where memory and not arithmetic is the limit."""
