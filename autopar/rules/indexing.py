@@ -94,6 +94,10 @@ def _fill_is_additive(eqn: JaxprEqn) -> bool:
     return bool(fill == 0 or fill != fill)
 
 
+_IN_ANY_ORDER = {"indices_are_sorted": False, "unique_indices": False}
+"""What holds of positions once those of other shards are replaced by one that is dropped, whatever the user promised of all."""
+
+
 def gather_local(call: LocalCall) -> Sequence[jax.Array]:
     """Look up what this shard holds; zero elsewhere, and the fill value once where no shard holds the position."""
     operand, indices = call.operands
@@ -119,7 +123,7 @@ def gather_local(call: LocalCall) -> Sequence[jax.Array]:
         outside = outside | (position < 0) | (position >= size)
         first = first & (call.shard_index(dims[d][0]) == 0)
         columns[k] = jnp.where(inside, local, 0).astype(indices.dtype)
-    (found,) = call.bind(operand, jnp.stack(columns, axis=-1), slice_sizes=sizes)
+    (found,) = call.bind(operand, jnp.stack(columns, axis=-1), slice_sizes=sizes, **_IN_ANY_ORDER)
     missing = jnp.where(outside & first, _fill_value(call, found.dtype), neutral_element("sum", found.dtype))
     spread = [d for d in range(found.ndim) if d not in numbers.offset_dims]
     return (jnp.where(_spread(held, found, spread), found, _spread(missing, found, spread)),)
@@ -226,7 +230,8 @@ def scatter_local(call: LocalCall) -> Sequence[jax.Array]:
             position = jnp.where(inside, local, 0 if single else call.local_size(dims[d]))
             held = held & inside
         columns.append(position)
-    (result,) = call.bind(operand, jnp.stack(columns, axis=-1), updates, mode=GatherScatterMode.FILL_OR_DROP)
+    mode = GatherScatterMode.FILL_OR_DROP
+    (result,) = call.bind(operand, jnp.stack(columns, axis=-1), updates, mode=mode, **_IN_ANY_ORDER)
     # XLA turns a scatter of one update into slices. Up to JAX 0.10 it merges them with a slice of the operand and forgets
     # that a position outside is clamped, so here the position stays inside and the result is chosen instead.
     return (jnp.where(jnp.reshape(held, ()), result, operand) if single else result,)
