@@ -23,11 +23,15 @@ from autopar.rules.table import entry_for, flops_of, has_rule
 
 @dataclasses.dataclass(frozen=True)
 class MixedExamples:
-    """Why a step cannot be cut into microbatches: the operation that mixes examples, and its line."""
+    """Why a step cannot be cut into microbatches: the operation that mixes examples, and its line.
+
+    `is_vague`: no operation was found that mixes, and the one that is named is heavy work that is not divided.
+    """
 
     operation: str
     source: str
     reason: str
+    is_vague: bool = False
 
     def __str__(self) -> str:
         return f"{self.operation} at {self.source} {self.reason}"
@@ -86,7 +90,7 @@ def _undivided(traced: TracedStep, plan: TimePlan, eqn: Equation, sizes: set[int
         reason = f"works on a batch that {plan.microbatches} microbatches do not divide: {listed} examples"
     else:
         reason = f"works on all examples at once (sizes {sorted(sizes)})"
-    return MixedExamples(eqn.primitive.name, _line(plan, eqn), reason)
+    return MixedExamples(eqn.primitive.name, _line(plan, eqn), reason, is_vague=not uneven)
 
 
 def _line(plan: TimePlan, eqn: Equation) -> str:

@@ -79,8 +79,9 @@ def plan_time(
     if plan is None:
         plan = phases_of(traced, microbatches, late_sums=late_sums, known=known, tuning=tuning)
     mixed = find_mixing(traced, plan, step.examples, allowed=tuning.little)
-    if mixed is None and microbatches > 1:
-        mixed = find_mixing(traced, plan, step.loosely, allowed=tuning.few)
+    if microbatches > 1 and (mixed is None or mixed.is_vague):
+        loosely = find_mixing(traced, plan, step.loosely, allowed=tuning.few)
+        mixed = loosely if mixed is None or (loosely is not None and not loosely.is_vague) else mixed
     return mixed or plan
 
 
