@@ -48,10 +48,10 @@ if TYPE_CHECKING:
     from autopar.pipeline_plan import PipelinePlan as PipelinePlan
     from autopar.pipeline_plan import plan_from_json as plan_from_json
     from autopar.plan import Plan as Plan
+    from autopar.program.layer_boundary import layer_boundary as layer_boundary
     from autopar.recording.run import RecordedRun as RecordedRun
     from autopar.rules.unlisted.register import register_rule as register_rule
     from autopar.split_array import SplitArray as SplitArray
-    from autopar.stages.layer_boundary import layer_boundary as layer_boundary
     from autopar.training.run import Run as Run
     from autopar.verification import Verification as Verification
     from autopar.verify.compile_only import compile_only_devices as compile_only_devices
@@ -82,7 +82,7 @@ _MODULES = {
     "compile_only_devices": "verify.compile_only",
     "data_parallel": "layouts.constraints",
     "dot_product_attention": "attention.primitive",
-    "layer_boundary": "stages.layer_boundary",
+    "layer_boundary": "program.layer_boundary",
     "parallelize": "api",
     "plain_jit": "execution.plain_jit",
     "plan_from_json": "pipeline_plan",

@@ -13,9 +13,9 @@ import numpy as np
 
 from autopar.compat import source_line
 from autopar.errors import ArgumentError, warn
+from autopar.program.layer_boundary import layer_boundary_p
 from autopar.program.loops import LoopEquation
 from autopar.stages.chain import ForwardEquation
-from autopar.stages.layer_boundary import layer_boundary_p
 from autopar.stages.tuning import TUNING, Tuning
 
 ACCUMULATED_BY_HAND = (

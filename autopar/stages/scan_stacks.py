@@ -23,13 +23,13 @@ import numpy as np
 from autopar.compat import Literal as JaxLiteral
 from autopar.compat import Var
 from autopar.disjoint_sets import DisjointSets
+from autopar.program.layer_boundary import layer_boundary_p
 from autopar.program.loops import Filled, Goes, LoopEquation
 from autopar.program.program import Equation
 from autopar.program.step import TracedStep
 from autopar.rules.factor_rule import FactorRule, Operand
 from autopar.rules.table import flops_of, rule_for
 from autopar.stages.dependence import Dependence
-from autopar.stages.layer_boundary import layer_boundary_p
 from autopar.stages.tuning import TUNING, Tuning
 
 Node = tuple[Var, int] | Equation

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from autopar.program.copies import CopyingDomain
+from autopar.intra_op.lowering.copies import CopyingDomain
 from autopar.program.evaluate import bind_equation
 from autopar.program.from_jaxpr import program_of
 from autopar.program.loops import Filled, Goes

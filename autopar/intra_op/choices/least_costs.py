@@ -1,7 +1,7 @@
 """Costs of a strategy graph of which no plan takes less: what several readers share counts once.
 
 The graph pays D(s, t) for every reader that takes a value lying in layout s in layout t. The program pays once for all
-readers of t (`program/copies.py`). So a choice may take less than it costs, and a bound of the costs need not be one of the step.
+readers of t (`lowering/copies.py`). So a choice may take less than it costs, and a bound of costs need not be one of the step.
 Out come costs R with R(x*) <= step(x*) for some best choice x*, so that a bound of R is one of every step. Elsewhere R may be
 above it. For a value of n readers and k uses:
 

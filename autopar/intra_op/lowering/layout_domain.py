@@ -13,9 +13,9 @@ from typing import Generic
 from autopar.avals import Aval, is_opaque
 from autopar.compat import Literal
 from autopar.intra_op.lowering.assignment import Layouts, is_gathered
+from autopar.intra_op.lowering.copies import CopyingDomain
 from autopar.layouts.mesh import Layout
 from autopar.layouts.moves import Move
-from autopar.program.copies import CopyingDomain
 from autopar.program.program import Atom
 from autopar.program.walk import Scope, V
 
