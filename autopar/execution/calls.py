@@ -35,7 +35,7 @@ class CallKey(NamedTuple):
     Attributes:
         tree: the structure of the arguments.
         kinds: for each leaf its shape, type and weakness; the Python type of a leaf that is no array.
-        static: the values of the static arguments.
+        static: the static arguments with their types and values.
         settings: the settings of JAX that decide what a program computes, with their names.
     """
 

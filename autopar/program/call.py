@@ -53,8 +53,12 @@ class BoundArguments:
 
     @property
     def constants(self) -> tuple[object, ...]:
-        """What a call is compiled for beside shapes and the structure of its arguments."""
-        return self.static, None if self.objects is None else self.objects.graph
+        """What a call is compiled for beside shapes and the structure of its arguments.
+
+        A static value is told apart by its type as well, as in `jax.jit`: `1`, `1.0` and `True` are equal in Python.
+        """
+        typed = tuple((key, type(value), value) for key, value in self.static)
+        return typed, None if self.objects is None else self.objects.graph
 
     def flatten(self) -> tuple[list[Any], jax.tree_util.PyTreeDef]:
         """The leaves that are not static, in the order of the traced step's inputs, and their tree."""

@@ -13,6 +13,7 @@ from flax import nnx
 import autopar
 from autopar import ArgumentError, UnsupportedProgramError
 from autopar.execution.plain_jit import plain_jit
+from autopar.program.boundary.static_values import StaticValue
 from tests.refusals import make_batch, make_state, planned, refused, train_step
 from tests.signatures import batches, model_and_optimizer, nnx_step
 
@@ -113,6 +114,27 @@ def test_a_static_argument_that_there_is_not_is_refused_with_those_there_are():
     )
     step = autopar.parallelize(scaled, static_argnames=("how", "mode"))
     refused(ArgumentError, lambda: step(ONES, ONES, (), mode=[1]), "argument 'mode' is a list, which cannot be hashed")
+
+
+class Level(enum.IntEnum):
+    ONE = 1
+
+
+def test_static_arguments_that_are_equal_and_of_other_types_are_other_programs():
+    def step(state, batch, one):
+        return state, batch.sum() * len(type(one).__name__)
+
+    parallel = autopar.parallelize(step, static_argnums=2, mesh_shape=(2,))
+    jitted = plain_jit(parallel.plan(jnp.ones(4), ONES, 1), step, static_argnums=(2,))
+    for one in (1, 1.0, True, Level.ONE, 1):
+        expected = float(ONES.sum()) * len(type(one).__name__)
+        assert (float(parallel(jnp.ones(4), ONES, one)[1]), float(jitted(jnp.ones(4), ONES, one)[1])) == (expected,) * 2
+
+
+def test_trees_with_static_leaves_that_are_equal_and_of_other_types_are_other_trees():
+    trees = [jax.tree.structure(StaticValue(one)) for one in (1, 1.0, True, Level.ONE)]
+    assert len({*trees}) == 4
+    assert jax.tree.unflatten(trees[3], ()) == StaticValue(Level.ONE)
 
 
 def test_each_static_leaf_is_compiled_for_once():

@@ -26,7 +26,10 @@ class StaticValue:
     value: Any
 
 
-jax.tree_util.register_pytree_node(StaticValue, lambda x: ((), x.value), lambda value, _: StaticValue(value))
+# Trees are compared with the types of their static values, because `1`, `1.0` and `True` are equal in Python.
+jax.tree_util.register_pytree_node(
+    StaticValue, lambda x: ((), (type(x.value), x.value)), lambda typed, _: StaticValue(typed[1])
+)
 
 
 def is_array_like(leaf: object) -> bool:
