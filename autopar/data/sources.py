@@ -2,7 +2,7 @@
 
 In: an iterable, or examples by number. Out: a `Source`. Its `draw` returns one batch after the other, and its position is JSON
 from which it continues exactly. Every process knows the whole order and draws the same batches, but reads only its own rows. What
-can go wrong: a generator cannot go back. The ArgumentError says what to pass instead.
+can go wrong: a generator cannot go back, or an example by number differs from the first. The ArgumentError says what to do.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from typing import Protocol, TypeAlias, runtime_checkable
 
 import jax
 import numpy as np
+from jax.typing import ArrayLike
 
 from autopar.errors import ArgumentError
 from autopar.files.checked import Fields
-from autopar.program.call import PyTree
+from autopar.program.call import PyTree, leaf_paths_below
 
 Position: TypeAlias = Fields
 """The position of a source, as JSON: the number of `batches` drawn, and the iterator's own `state` if it has one."""
@@ -80,15 +81,22 @@ class BatchByNumber:
 
     def __init__(self, examples: ExamplesByNumber, numbers: np.ndarray, shapes: PyTree) -> None:
         """Take the numbers of the batch's examples, and the tree of shapes and types of one example's leaves."""
-        self._examples, self._numbers, self._read = examples, numbers, dict[bytes, list[np.ndarray]]()
+        self._examples, self._numbers, self._shapes = examples, numbers, shapes
+        self._read = dict[bytes, list[np.ndarray]]()
         self.like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((len(numbers), *x.shape), x.dtype), shapes)
 
     def leaf(self, number: int, rows: np.ndarray) -> np.ndarray:
-        """Return the examples with the numbers `rows` of one leaf. Leaves with the same numbers share one read."""
+        """Return the examples with the numbers `rows` of one leaf. Leaves with the same numbers share one read.
+
+        Raises ArgumentError if an example has another structure, shape or type than example 0.
+        """
         key = rows.tobytes()
         if key not in self._read:
-            read = [jax.tree.leaves(self._examples[int(example)]) for example in self._numbers[rows]]
-            self._read[key] = [np.stack([np.asarray(example[k]) for example in read]) for k in range(len(read[0]))]
+            read = [
+                _leaves_like(self._shapes, self._examples[int(example)], int(example))
+                for example in self._numbers[rows]
+            ]
+            self._read[key] = [np.stack(leaves) for leaves in zip(*read, strict=True)]
         return self._read[key][number]
 
     def whole(self) -> PyTree:
@@ -218,6 +226,48 @@ class NumberedSource:
     def _order_of(self, epoch: int) -> np.ndarray:
         count = len(self._examples)
         return np.arange(count) if self._seed is None else np.random.default_rng((self._seed, epoch)).permutation(count)
+
+
+def _leaves_like(shapes: PyTree, example: PyTree, number: int) -> list[np.ndarray]:
+    """Return the leaves of an example with the types of example 0. Raises ArgumentError if the two examples differ."""
+    expected, structure = jax.tree_util.tree_flatten(shapes)
+    leaves, own = jax.tree_util.tree_flatten(example)
+    if own != structure:
+        raise ArgumentError(
+            f"example {number} of the data has the structure {own}, and example 0 has {structure}. A batch stacks its "
+            "examples: give all of them the same keys"
+        )
+    arrays = [_array_like(like, leaf) for like, leaf in zip(expected, leaves, strict=True)]
+    wrong = [
+        f"{path} is {np.asarray(leaf).dtype}{list(np.shape(leaf))}, in example 0 {like.dtype}{list(like.shape)}"
+        for path, like, leaf, array in zip(leaf_paths_below("example", shapes), expected, leaves, arrays, strict=True)
+        if array is None
+    ]
+    if wrong:
+        raise ArgumentError(
+            f"example {number} of the data differs from example 0: {'; '.join(wrong[:4])}. A batch stacks its examples: give "
+            "all of them the same shapes and types, by padding, cropping or converting them in the data"
+        )
+    return [array for array in arrays if array is not None]
+
+
+def _array_like(like: jax.ShapeDtypeStruct, leaf: ArrayLike) -> np.ndarray | None:
+    """Return a leaf as an array of a shape and a type; None if it has another shape, or if the type would change its values."""
+    try:
+        array = np.asarray(leaf)
+    except ValueError:  # a nested list, which NumPy finds ragged
+        return None
+    if array.shape != like.shape:
+        return None
+    if array.dtype == like.dtype:
+        return array
+    is_whole = array.dtype.kind in "iu" and like.dtype.kind in "iu"
+    if not is_whole and not np.can_cast(array.dtype, like.dtype, "same_kind"):
+        return None
+    with np.errstate(over="ignore"):
+        converted = array.astype(like.dtype)
+    is_number = isinstance(leaf, float | complex) and not isinstance(leaf, np.generic)
+    return converted if is_number or np.array_equal(converted, array, equal_nan=array.dtype.kind in "fc") else None
 
 
 def _as_json(state: object) -> object:

@@ -227,6 +227,51 @@ def test_a_smaller_batch_is_handed_over_as_it_is():
     np.testing.assert_array_equal(batch["x"], rest["x"])
 
 
+def summed(total, batch):
+    return total + batch["y"].sum() + batch["x"].sum(), batch["y"]
+
+
+@pytest.mark.parametrize("size", [8, 4], ids=["laid out", "on the host"])
+@pytest.mark.parametrize(
+    ("first", "other", "words"),
+    [
+        (
+            {"y": 5},
+            {"y": 5.75},
+            r"example 5 .* differs from example 0: example/y is float64\[\], in example 0 int64\[\]",
+        ),
+        ({"y": np.int8(5)}, {"y": 300}, r"example/y is int64\[\], in example 0 int8\[\]"),
+        ({"y": np.uint8(5)}, {"y": -1}, r"example/y is int64\[\], in example 0 uint8\[\]"),
+        ({"y": True}, {"y": 2}, r"example/y is int64\[\], in example 0 bool\[\]"),
+        ({"y": np.float32(1)}, {"y": np.float64(0.1)}, r"example/y is float64\[\], in example 0 float32\[\]"),
+        ({"y": 5}, {"z": 5}, r"example 5 .* structure .*'z': .*, and example 0 has .*'y': .*the same keys"),
+        ({"y": 5}, {"x": np.ones(3, np.float32)}, r"example/x is float32\[3\], in example 0 float32\[2\].*padding"),
+    ],
+)
+def test_an_example_that_differs_from_the_first_is_refused_by_its_number(first, other, words, size):
+    examples = [{"x": np.ones(2, np.float32), **first} for _ in range(8)]
+    examples[5] = {"x": examples[5]["x"], **({} if "z" in other else first), **other}
+    step = autopar.parallelize(summed, mesh_shape=(4,), devices=4)
+    step.plan(jnp.zeros(()), jax.tree.map(lambda x: np.stack([x] * 8), examples[0]))
+    data = sharded(examples, step, batch_size=size)
+    with pytest.raises(ArgumentError, match=words):
+        list(data)
+
+
+@pytest.mark.parametrize(
+    ("first", "other"),
+    [(3, np.int32(4)), (np.int32(3), 4), (np.uint8(3), 4), (0.5, np.float32(0.25)), (np.float32(0.5), 0.1), (0.5, 2)],
+)
+def test_numbers_of_other_types_are_taken_where_nothing_is_lost(first, other):
+    examples = [{"x": np.ones(2, np.float32), "y": other if number % 2 else first} for number in range(8)]
+    step = autopar.parallelize(summed, mesh_shape=(4,), devices=4)
+    batch = {"x": np.ones((8, 2), np.float32), "y": np.array([one["y"] for one in examples], np.asarray(first).dtype)}
+    step.plan(jnp.zeros(()), batch)
+    (found,) = sharded(examples, step, batch_size=8)
+    assert isinstance(found["y"], BatchLeaf)
+    np.testing.assert_array_equal(np.asarray(found["y"]), batch["y"].astype(found["y"].dtype))
+
+
 def test_arguments_that_cannot_be_used():
     step = step_of("zero3")
     with pytest.raises(ArgumentError, match="prefetch=0"):
