@@ -13,11 +13,12 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import jax
 import numpy as np
+from jax._src import config as private_config
 from jax._src import core as private_core
 from jax._src import distributed as private_distributed
 from jax._src import dtypes as private_dtypes
@@ -243,6 +244,27 @@ def make_mesh(devices: np.ndarray, axis_names: tuple[str, ...]) -> jax.sharding.
     return jax.sharding.Mesh(devices, axis_names, axis_types=(auto,) * len(axis_names))
 
 
+def settings_of_traces() -> Mapping[str, Callable[..., contextlib.AbstractContextManager[object]]]:
+    """The settings by which JAX tells traces apart, each with its context manager; each version has others."""
+    states = private_config.config_states
+    return {name: states[name] for name in _names_of_traces() if name in states and hasattr(jax.config, name)}
+
+
+def users_contexts() -> tuple[Hashable, ...]:
+    """The present values of the contexts that the user made by `jax.make_user_context`, by which JAX tells traces apart too."""
+    present = zip(_names_of_traces(), private_config.trace_context(), strict=False)
+    return tuple(value for name, value in present if name == "user_context")
+
+
+def _names_of_traces() -> Sequence[str]:
+    """The names of what JAX tells traces apart by; where it does not tell them (0.10.0), of its best known settings."""
+    try:
+        return cast(Sequence[str], private_config.trace_context_names())
+    except (AttributeError, NotImplementedError):
+        known = "enable_x64 numpy_dtype_promotion numpy_rank_promotion random_seed_offset threefry_partitionable"
+        return [f"jax_{name}" for name in ("default_matmul_precision", *known.split())]
+
+
 _DISABLE_JIT = "jax_disable_jit"  # which JAX's annotations leave out
 _CALLERS_MESH: contextvars.ContextVar[Mapping[str, int] | None] = contextvars.ContextVar("callers_mesh", default=None)
 
@@ -250,18 +272,6 @@ _CALLERS_MESH: contextvars.ContextVar[Mapping[str, int] | None] = contextvars.Co
 def callers_mesh() -> Mapping[str, int] | None:
     """Axis names and sizes of the mesh that the caller made current around `undisturbed`; None if there is none."""
     return _CALLERS_MESH.get()
-
-
-def with_named_axes(sizes: Mapping[str, int]) -> contextlib.AbstractContextManager[object]:
-    """A context for tracing in which axes have these names, all Auto, without devices."""
-    auto = (jax.sharding.AxisType.Auto,) * len(sizes)
-    mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=auto)
-    return jax.sharding.use_abstract_mesh(mesh)
-
-
-def lacks_a_mesh(error: RuntimeError) -> bool:
-    """Whether JAX says that a PartitionSpec has no mesh whose axes it could name."""
-    return "requires a non-empty mesh in context" in str(error)
 
 
 @contextlib.contextmanager
@@ -315,19 +325,6 @@ def without_explicit_axes(value: T) -> T:
         return value
     mesh = make_mesh(given.mesh.devices, given.mesh.axis_names)
     return cast(T, jax.device_put(value, jax.sharding.NamedSharding(mesh, given.spec, memory_kind=given.memory_kind)))
-
-
-def as_it_is_now(value: T) -> T:
-    """A value for `jax.device_put`: a copy if it is a NumPy array, with JAX's present dtype for it, so that it may be refilled.
-
-    `device_put` (0.10-0.12) may share the array's memory, even while a program reads it. It also caches what it converted, such
-    as integers of 64 bits, under the array's identity for as long as that is in use. An array that is refilled in place would
-    be taken for what it was, and one that is given under another `jax.enable_x64` would end the process.
-    """
-    if not isinstance(value, np.ndarray):
-        return value
-    dtype: np.dtype = np.dtype(jax.dtypes.canonicalize_dtype(value.dtype))
-    return cast(T, value.astype(dtype))
 
 
 def introduce_arrays(kind: type, as_numpy: Callable[..., np.ndarray]) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, TypeGuard, runtime_checkable
+from typing import Protocol, TypeGuard, TypeVar, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,9 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 from jax.typing import ArrayLike
 
-from autopar.compat import as_it_is_now
 from autopar.runtime.tuning import TUNING
+
+T = TypeVar("T")
 
 
 @runtime_checkable
@@ -93,6 +94,19 @@ def as_host(value: object) -> object:
         words = jnp.asarray(np.asarray(jax.random.key_data(value)))
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(value))
     return np.asarray(value)
+
+
+def as_it_is_now(value: T) -> T:
+    """A value for `jax.device_put`: a copy if it is a NumPy array, with JAX's present dtype for it, so that it may be refilled.
+
+    `device_put` (0.10-0.12) may share the array's memory, even while a program reads it. It also caches what it converted, such
+    as integers of 64 bits, under the array's identity for as long as that is in use. An array that is refilled in place would
+    be taken for what it was, and one that is given under another `jax.enable_x64` would end the process.
+    """
+    if not isinstance(value, np.ndarray):
+        return value
+    dtype: np.dtype = np.dtype(jax.dtypes.canonicalize_dtype(value.dtype))
+    return cast(T, value.astype(dtype))
 
 
 def from_host(value: ArrayLike, sharding: Sharding) -> jax.Array:

@@ -2,34 +2,50 @@
 
 Context managers such as `jax.enable_x64` change settings for the calling thread alone. Programs are traced, lowered and
 checked where they are first called, so without this module a step of 64-bit numbers in stages would be lowered for 32. What
-can go wrong: a setting of JAX that is not in the table below holds in the calling thread only.
+can go wrong: a setting of JAX that is not in the table below holds in the calling thread only. The table has those by which JAX
+itself tells traces apart.
 """
 
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from types import MappingProxyType
 
 import jax
 
+from autopar.compat import settings_of_traces
+
+CHECKS: MappingProxyType[str, Callable[..., AbstractContextManager[object]]] = MappingProxyType(
+    {"jax_debug_infs": jax.debug_infs, "jax_debug_nans": jax.debug_nans}
+)
+"""Checks of the results of a program. The same program runs with and without them."""
+WITHOUT_EFFECT = frozenset(
+    {
+        "jax_default_device",
+        "jax_disable_jit",
+        "jax_enable_pgle",
+        "jax_hlo_source_file_canonicalization_regex",
+        "jax_no_execution",
+        "jax_pgle_profiling_runs",
+        "jax_xla_profile_version",
+    }
+)
+"""Settings by which JAX tells traces apart, and which change nothing of what a step computes on the devices that it is given."""
 CARRIED: MappingProxyType[str, Callable[..., AbstractContextManager[object]]] = MappingProxyType(
     {
-        "jax_debug_infs": jax.debug_infs,
-        "jax_debug_nans": jax.debug_nans,
-        "jax_default_matmul_precision": jax.default_matmul_precision,
+        **CHECKS,
         "jax_default_prng_impl": jax.default_prng_impl,
-        "jax_enable_x64": jax.enable_x64,
-        "jax_numpy_dtype_promotion": jax.numpy_dtype_promotion,
-        "jax_numpy_rank_promotion": jax.numpy_rank_promotion,
-        "jax_threefry_partitionable": jax.threefry_partitionable,
+        **{name: context for name, context in sorted(settings_of_traces().items()) if name not in WITHOUT_EFFECT},
     }
 )
 """Settings that decide what a program computes and which checks it makes, by their names in `jax.config`."""
-CHECKS = ("jax_debug_infs", "jax_debug_nans")
-"""Checks of the results of a program. The same program runs with and without them."""
 OF_PROGRAMS = tuple(name for name in CARRIED if name not in CHECKS)
+
+
+_read_of_programs = operator.attrgetter(*OF_PROGRAMS)  # each call of a step asks for them
 
 
 def settings_here() -> dict[str, object]:
@@ -39,7 +55,7 @@ def settings_here() -> dict[str, object]:
 
 def program_settings_here() -> dict[str, object]:
     """Return the settings of the calling thread that decide what a step computes. Under others it is another program."""
-    return {name: getattr(jax.config, name) for name in OF_PROGRAMS}
+    return dict(zip(OF_PROGRAMS, _read_of_programs(jax.config), strict=True))
 
 
 @contextlib.contextmanager

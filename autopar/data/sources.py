@@ -230,13 +230,14 @@ class NumberedSource:
 
 def _leaves_like(shapes: PyTree, example: PyTree, number: int) -> list[np.ndarray]:
     """Return the leaves of an example with the types of example 0. Raises ArgumentError if the two examples differ."""
-    expected, structure = jax.tree_util.tree_flatten(shapes)
-    leaves, own = jax.tree_util.tree_flatten(example)
+    structure: object = jax.tree.structure(shapes)
+    own: object = jax.tree.structure(example)
     if own != structure:
         raise ArgumentError(
             f"example {number} of the data has the structure {own}, and example 0 has {structure}. A batch stacks its "
             "examples: give all of them the same keys"
         )
+    expected, leaves = jax.tree.leaves(shapes), jax.tree.leaves(example)
     arrays = [_array_like(like, leaf) for like, leaf in zip(expected, leaves, strict=True)]
     wrong = [
         f"{path} is {np.asarray(leaf).dtype}{list(np.shape(leaf))}, in example 0 {like.dtype}{list(like.shape)}"

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import jax
 import numpy as np
 
-from autopar.compat import is_inside_trace
+from autopar.compat import is_inside_trace, users_contexts
 from autopar.errors import ArgumentError
 from autopar.execution.batch_places import BatchLeaf
 from autopar.program.call import BoundArguments, CallSignature, PyTree, bind_arguments
@@ -37,18 +37,21 @@ class CallKey(NamedTuple):
         kinds: for each leaf its shape, type and weakness; the Python type of a leaf that is no array.
         static: the static arguments with their types and values.
         settings: the settings of JAX that decide what a program computes, with their names.
+        contexts: the values of the contexts that the user made by `jax.make_user_context`.
     """
 
     tree: jax.tree_util.PyTreeDef
     kinds: tuple[object, ...]
     static: Hashable
     settings: tuple[tuple[str, Hashable], ...]
+    contexts: tuple[Hashable, ...]
 
 
 def key_of(call: BoundArguments) -> CallKey:
     """Return the key of a call under the current settings of JAX."""
     leaves, tree = call.flatten()
-    return CallKey(tree, tuple(map(_kind_of, leaves)), call.constants, tuple(program_settings_here().items()))
+    settings = tuple(program_settings_here().items())
+    return CallKey(tree, tuple(map(_kind_of, leaves)), call.constants, settings, users_contexts())
 
 
 def _kind_of(leaf: Any) -> object:

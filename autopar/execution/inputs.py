@@ -17,13 +17,13 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.typing import ArrayLike
 
-from autopar.compat import Var, as_it_is_now, without_explicit_axes
+from autopar.compat import Var, without_explicit_axes
 from autopar.execution.batch_places import BatchLeaf, RowsPlace
 from autopar.execution.pipeline_tasks import Item, PipelineTasks
 from autopar.execution.special_values import unchecked
 from autopar.intra_op.lowering.per_device import partition_spec
 from autopar.program.step import TracedStep
-from autopar.runtime.processes import are_here, from_host
+from autopar.runtime.processes import are_here, as_it_is_now, from_host
 from autopar.schedules.instructions import Value
 from autopar.stages.tasks.refs import InputRef, NumberRef, Ref, RowRef
 

@@ -20,7 +20,6 @@ from jax.sharding import NamedSharding
 from jax.typing import ArrayLike
 
 from autopar.compat import (
-    as_it_is_now,
     checked_for_nans,
     undisturbed,
     without_explicit_axes,
@@ -44,7 +43,7 @@ from autopar.intra_op.request import PlannedStep
 from autopar.program.call import CallSignature, PyTree
 from autopar.program.crossing import deliver
 from autopar.runtime.meetings import group_of, refusing_together
-from autopar.runtime.processes import are_here, from_host, is_global
+from autopar.runtime.processes import are_here, as_it_is_now, from_host, is_global
 from autopar.runtime.resharding.reshard import reshard
 from autopar.runtime.thread_settings import program_settings_here, under
 from autopar.split_array import SplitArray

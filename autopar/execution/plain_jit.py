@@ -15,7 +15,6 @@ from typing import Any, TypeAlias
 import jax
 from jax.sharding import NamedSharding
 
-from autopar.compat import as_it_is_now
 from autopar.errors import PlanError
 from autopar.execution.devices import device_mesh
 from autopar.execution.recent import Recent
@@ -23,6 +22,7 @@ from autopar.layouts.mesh import LogicalMesh
 from autopar.plan import Plan, ValuePlan
 from autopar.program.call import BoundArguments, CallSignature, PyTree, bind_arguments, leaf_paths
 from autopar.program.crossing import Crossing, deliver, output_paths
+from autopar.runtime.processes import as_it_is_now
 
 MAX_PROGRAMS = 64
 """The number of sets of shapes for which a program is kept. The least recently used one is dropped first."""

@@ -9,13 +9,14 @@ donated argument that the step does not return. Each is an error in the user's o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
-from autopar.compat import callers_mesh, lacks_a_mesh, with_named_axes
+from autopar.compat import callers_mesh
 from autopar.errors import ArgumentError, ConstraintError
 from autopar.layouts.asked import TRACED_AS
 from autopar.layouts.mesh import AXIS_NAMES
@@ -103,10 +104,10 @@ def _make_jaxpr(
         refuse_numbers_as_arrays(signature.name, bound, error)
         raise
     except RuntimeError as error:
-        if not lacks_a_mesh(error):
+        if "requires a non-empty mesh in context" not in str(error):
             raise
     sizes = callers_mesh()
-    with with_named_axes(sizes or dict.fromkeys((*axis_names, TRACED_AS), 1)):
+    with _with_named_axes(sizes or dict.fromkeys((*axis_names, TRACED_AS), 1)):
         try:
             return make()
         except ValueError as error:
@@ -117,6 +118,13 @@ def _make_jaxpr(
                 f"The mesh has {', '.join(sizes or axis_names)}; name the axes of the plan's: "
                 "mesh_shape={'data': 2, 'model': 4}."
             ) from error
+
+
+def _with_named_axes(sizes: Mapping[str, int]) -> contextlib.AbstractContextManager[object]:
+    """A context for tracing in which axes have these names, all Auto, without devices."""
+    auto = (jax.sharding.AxisType.Auto,) * len(sizes)
+    mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=auto)
+    return jax.sharding.use_abstract_mesh(mesh)
 
 
 def _make_abstract(tree: T) -> T:

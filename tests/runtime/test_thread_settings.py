@@ -1,5 +1,6 @@
 """What JAX's context managers say in one thread holds in another one that is given the settings."""
 
+import functools
 import threading
 
 import jax
@@ -8,8 +9,10 @@ import numpy as np
 import pytest
 
 import autopar
+from autopar import compat
+from autopar.compat import settings_of_traces
 from autopar.errors import PipelineError
-from autopar.runtime.thread_settings import CARRIED, settings_here, under
+from autopar.runtime.thread_settings import CARRIED, WITHOUT_EFFECT, settings_here, under
 from tests.oracles import assert_same_as_jit
 
 OTHER = {
@@ -18,8 +21,11 @@ OTHER = {
     "jax_default_matmul_precision": "highest",
     "jax_default_prng_impl": "rbg",
     "jax_enable_x64": True,
+    "jax_error_checking_behavior_nan": "raise",
     "jax_numpy_dtype_promotion": "strict",
     "jax_numpy_rank_promotion": "raise",
+    "jax_random_seed_offset": 1,
+    "jax_softmax_custom_jvp": True,
     "jax_threefry_partitionable": False,
 }
 
@@ -39,7 +45,7 @@ def seen_by_a_thread(settings):
     return found
 
 
-@pytest.mark.parametrize("name", CARRIED)
+@pytest.mark.parametrize("name", OTHER)
 def test_a_setting_of_one_thread_holds_in_another_as_long_as_it_is_asked_for(name):
     usual = settings_here()
     assert usual[name] != OTHER[name]
@@ -47,6 +53,23 @@ def test_a_setting_of_one_thread_holds_in_another_as_long_as_it_is_asked_for(nam
         settings = settings_here()
     assert settings == usual | {name: OTHER[name]}
     assert seen_by_a_thread(settings) == [settings, usual]
+
+
+def test_all_settings_by_which_jax_tells_traces_apart_are_carried():
+    """Each can be set to what it is. The others make no other program on the devices of a step."""
+    of_traces = {name for name in settings_of_traces() if name not in WITHOUT_EFFECT}
+    assert {*OTHER} - {"jax_debug_infs", "jax_debug_nans", "jax_default_prng_impl"} <= of_traces <= {*CARRIED}
+    usual = settings_here()
+    for name, value in usual.items():
+        with CARRIED[name](value):
+            assert settings_here() == usual
+
+
+def test_a_version_of_jax_that_does_not_name_them_has_the_best_known_ones(monkeypatch):
+    config = compat.private_config
+    monkeypatch.delattr(config, "trace_context_names")
+    assert "jax_random_seed_offset" in settings_of_traces()
+    assert compat.users_contexts() == ()
 
 
 def in_two_stages(step):
@@ -89,6 +112,30 @@ def test_a_pipeline_draws_the_random_numbers_of_the_caller_s_generator():
         expected = jax.jit(step)(weights, batch)[1]
         assert abs(float(expected) - float(usual)) > 1e-3
         np.testing.assert_allclose(in_two_stages(step)(weights, batch)[1], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "make", [in_two_stages, functools.partial(autopar.parallelize, mesh_shape=(2,))], ids=["stages", "one mesh"]
+)
+def test_a_step_that_was_called_before_takes_an_offset_of_all_seeds(make):
+    step, weights, batch = two_layers(np.float32)
+    parallel = make(step)
+    usual = float(parallel(weights, batch)[1])
+    with CARRIED["jax_random_seed_offset"](3):
+        weights = two_layers(np.float32)[1]
+        expected = jax.jit(step)(weights, batch)[1]
+        np.testing.assert_allclose(parallel(weights, batch)[1], expected, rtol=1e-6)
+    assert abs(float(expected) - usual) > 1e-3
+    np.testing.assert_allclose(parallel(two_layers(np.float32)[1], batch)[1], usual, rtol=1e-6)
+
+
+def test_a_context_of_the_user_s_own_makes_another_program():
+    factor = jax.make_user_context(1.0)
+    step = autopar.parallelize(lambda total, batch: (total + factor.value * batch.sum(), batch), mesh_shape=(2,))
+    assert float(step(jnp.float32(0), jnp.ones(8))[0]) == 8
+    with factor(2.0):
+        assert float(step(jnp.float32(0), jnp.ones(8))[0]) == 16
+    assert float(step(jnp.float32(0), jnp.ones(8))[0]) == 8
 
 
 def test_a_nan_in_a_stage_stops_the_step_there_if_the_caller_looks_for_nans():
