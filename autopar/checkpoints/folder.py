@@ -26,6 +26,7 @@ from autopar.checkpoints.save import (
     complete_numbers,
     newest,
     offer_of,
+    position_after,
     read,
     save,
     wait_for_saves,
@@ -89,8 +90,8 @@ class Checkpoints:
         self.wait()
         where = newest(self.folder) if number is None else self.folder / str(number)
         state, about = read(where, self.step)
-        if data is not None and about.position is not None:
-            data.seek(about.position)
+        if data is not None:
+            data.seek(position_after(about, where))
         return Restored(state, about)
 
     def wait(self) -> None:

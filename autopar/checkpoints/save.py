@@ -157,22 +157,41 @@ def restore(path: str | os.PathLike[str], step: StepWithPlan, *, data: Positione
     Args:
         path: the folder of a checkpoint, or a folder with numbered checkpoints, of which the last complete one is read.
         step: the step, planned before, for example by `step.plan(shapes, batch)`.
-        data: a source of batches, made by `autopar.data.sharded`, which continues from the saved position.
+        data: a source of batches, made by `autopar.data.sharded`, which continues from the saved position; where none was saved,
+            behind as many batches as steps were made.
 
     Returns:
         The state, bit for bit as it was saved.
 
     Raises:
         ArgumentError: the step has not been planned, or has no state.
-        CheckpointError: there is no complete checkpoint, it is damaged, or it holds another state; leaves are named by path.
+        CheckpointError: there is no complete checkpoint, it is damaged, or it holds another state; leaves are named by path. Or
+            `data` is given, and neither a position nor the number of steps was saved.
     """
     where = Path(path).expanduser().absolute()
     wait_for_saves(step)
     where = newest(where)
     state, about = read(where, step)
-    if data is not None and about.position is not None:
-        data.seek(about.position)
+    if data is not None:
+        data.seek(position_after(about, where))
     return state
+
+
+def position_after(about: About, where: Path) -> Position:
+    """Return the position of the batches behind a checkpoint: the saved one, or one batch for each step that was made.
+
+    Raises CheckpointError if the checkpoint has neither, and its folder is not named by a number either.
+    """
+    if about.position is not None:
+        return about.position
+    number = int(where.name) if about.number is None and where.name.isdecimal() else about.number
+    if number is None:
+        raise CheckpointError(
+            f"{where} has no position of the batches and no number of steps, so data= does not know where to go on: save with "
+            "data= or number=. For this one restore without data=, and say how many batches were taken, "
+            'data.seek({"batches": 100, "state": None})'
+        )
+    return {"batches": number, "state": None}
 
 
 def read(where: Path, step: StepWithPlan) -> tuple[PyTree, About]:

@@ -219,8 +219,6 @@ class Run:
         found = self._checkpoints.restore(data=self._data)
         losses = deque(map(float.fromhex, found.about.notes.get("losses", ())), maxlen=self._guard.window)
         number = self._checkpoints.numbers()[-1] if found.about.number is None else found.about.number
-        if found.about.position is None:  # saved by a loop without `data`: each of its steps took a batch
-            self._data.seek({"batches": number, "state": None})
         return _Progress(state=found.state, number=number, losses=losses, saved=number)
 
     def _make_steps(self, now: _Progress, steps: int, stop: StopRequest, report: Report) -> bool:

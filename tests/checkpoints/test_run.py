@@ -13,7 +13,7 @@ from rich.console import Console
 
 import autopar
 from autopar.checkpoints import Checkpoints
-from autopar.errors import ArgumentError, TrainingError
+from autopar.errors import ArgumentError, CheckpointError, TrainingError
 from autopar.training import Guard
 from autopar.training.run import usual_loss
 from tests.checkpoints.steps import bits, laid_out, make_batch, make_state, planned, scanned_step
@@ -169,6 +169,24 @@ def test_a_run_goes_on_from_what_a_loop_has_saved_under_the_number_of_its_folder
     autopar.save(tmp_path / "4", state, step).wait()
     found = run(tmp_path).train(STEPS)
     assert (found.number, bits(found.state)) == (STEPS, uninterrupted()[0])
+
+
+@pytest.mark.parametrize(("folder", "number"), [("4", None), ("last", 4), ("last", None)])
+def test_data_of_a_restored_state_goes_on_behind_the_steps_that_were_made(tmp_path, folder, number):
+    step, state = step_of("zero3"), make_state()
+    autopar.save(tmp_path / folder, laid_out(step, state), step, number=number).wait()
+    data = autopar.data.sharded(forever, step)
+    if (folder, number) == ("last", None):
+        words = r"last has no position of the batches and no number of steps.*save with data= or number=.*data\.seek"
+        with pytest.raises(CheckpointError, match=words):
+            autopar.restore(tmp_path / folder, step, data=data)
+        return
+    autopar.restore(tmp_path / folder, step, data=data)
+    np.testing.assert_array_equal(np.asarray(next(data)["x"]), make_batch(4)["x"])
+    data.seek({"batches": 0, "state": None})
+    if folder == "4":
+        Checkpoints(tmp_path, step).restore(data=data)
+        np.testing.assert_array_equal(np.asarray(next(data)["x"]), make_batch(4)["x"])
 
 
 def test_the_loss_is_what_a_step_returns_or_its_entry_of_that_name():
