@@ -78,23 +78,27 @@ class Monitor:
         self._stalls = None if stall_s is None else StallWatch(stall_s)
         self._look_s = TUNING.look_s if stall_s is None else min(TUNING.look_s, stall_s / TUNING.looks)
         self._on_stall = on_stall
-        self._sinks: list[Sink] = [] if on_step is None else [on_step]
-        self._metrics, self._tensorboard = metrics, tensorboard
+        self._on_step, self._metrics, self._tensorboard = on_step, metrics, tensorboard
+        self._lock, self._stack = threading.Lock(), contextlib.ExitStack()
+        self._clear()
+
+    def _clear(self) -> None:
+        """Forget the steps and files of an earlier context."""
+        self._sinks: list[Sink] = [] if self._on_step is None else [self._on_step]
         self._calls: deque[_Call] = deque()
-        self._lock = threading.Lock()
         self._is_new = False
         self._waiting = ""
         self._count, self._last_s = 0, 0.0
-        self._wake, self._is_over = threading.Event(), False
-        self._stack = contextlib.ExitStack()
+        self._wake, self._over = threading.Event(), threading.Event()
 
     def __enter__(self) -> Self:
-        """Start to watch. Raises ArgumentError if a file cannot be opened."""
+        """Start to watch; calls count from 1 each time. Raises ArgumentError if a file cannot be opened."""
+        self._clear()
         if self._metrics is not None:
             self._sinks.append(self._stack.enter_context(contextlib.closing(JsonLines(Path(self._metrics)))))
         if self._tensorboard is not None:
             self._sinks.append(self._stack.enter_context(contextlib.closing(TensorBoard(Path(self._tensorboard)))))
-        thread = threading.Thread(target=self._work, name="autopar monitor", daemon=True)
+        thread = threading.Thread(target=self._work, args=(self._over,), name="autopar monitor", daemon=True)
         self._stack.callback(thread.join, TUNING.leave_s + 1)
         self._stack.callback(self._end)
         self._stack.enter_context(observing(self.observe))
@@ -104,9 +108,10 @@ class Monitor:
     def __exit__(self, *error: object) -> None:
         """Wait a moment for the last results, and stop watching."""
         self._stack.close()
+        self._clear()  # results that were not awaited would stay in memory
 
     def _end(self) -> None:
-        self._is_over = True
+        self._over.set()
         self._wake.set()
 
     def observe(self, moment: Moment) -> None:
@@ -150,11 +155,11 @@ class Monitor:
         with self._lock, contextlib.suppress(ValueError):  # it failed, and was dropped before
             self._calls.remove(call)
 
-    def _work(self) -> None:
-        """Run the monitor's thread: wait for results and look for stalls until the context ends."""
+    def _work(self, over: threading.Event) -> None:
+        """Run the monitor's thread: wait for results and look for stalls until the context is `over`."""
         ends_s = float("inf")
-        while not (self._is_over and (not self._calls or time.monotonic() > ends_s)):
-            if self._is_over and ends_s == float("inf"):
+        while not (over.is_set() and (not self._calls or time.monotonic() > ends_s)):
+            if over.is_set() and ends_s == float("inf"):
                 ends_s = time.monotonic() + TUNING.leave_s
             call = self._oldest()
             if call is not None and call.launched_s is not None:

@@ -1,9 +1,11 @@
 """Each step has its metrics: through a callback, as lines of JSON, for TensorBoard."""
 
+import gc
 import json
 import logging
 import sys
 import types
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +55,25 @@ def test_steps_have_metrics_and_the_same_results(tmp_path):
         assert 0 < row["step_s"] < 60
         assert row["host_bytes"] > 1 << 20
         assert "device_bytes" not in row
+
+
+def test_a_monitor_that_is_used_again_measures_again_and_keeps_no_result(tmp_path, caplog):
+    file, seen = tmp_path / "metrics.jsonl", []
+    step = autopar.parallelize(train_step, mesh_shape=(2,), plan_cache=False)
+    state, batch = jnp.ones((8, 8)), np.ones((8, 8), np.float32)
+    monitor = Monitor(metrics=file, on_step=seen.append)
+    for _ in range(2):
+        with monitor, caplog.at_level(logging.ERROR, "autopar"):
+            for _ in range(2):
+                state, loss = step(state, batch)
+    loss.block_until_ready()
+    assert [one.call for one in seen] == [1, 2, 1, 2]
+    assert [json.loads(line)["call"] for line in file.read_text().splitlines()] == [1, 2, 1, 2]
+    assert caplog.text == ""
+    kept = weakref.ref(loss)
+    del loss
+    gc.collect()
+    assert kept() is None
 
 
 def test_a_callback_that_raises_ends_no_training(caplog):
