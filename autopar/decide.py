@@ -174,6 +174,7 @@ def meet_to_plan(settings: Settings, traced: TracedStep, name: str) -> SharedPla
 
 def decide_together(settings: Settings, traced: TracedStep, shared: SharedPlan | None) -> Planned:
     """As `decide`, the same on every process that has met to plan: the first plans, the others take over its plan."""
+    _refuse_wishes_beside_the_plan(settings)
     if shared is None:
         return decide(settings, traced)
     own: list[Planned] = []
@@ -255,6 +256,36 @@ def _restore(settings: Settings, traced: TracedStep, plan: Plan | PipelinePlan) 
     step = Repeated(plan.recomputed_layers, plan.keeps_named).apply(traced) if plan.recompute else traced
     cut = cut_into_microbatches(step, plan.num_microbatches)
     return restore(cut, plan, make_request(settings, choose_one_mesh(settings)))
+
+
+def _refuse_wishes_beside_the_plan(settings: Settings) -> None:
+    """Raise ArgumentError for wishes that a given plan does not meet. A plan that was searched under the same ones meets them."""
+    plan = settings.plan
+    if plan is None:
+        return
+    schedule, virtual_stages = settings.schedule, settings.virtual_stages  # which say nothing of one mesh
+    if isinstance(plan, PipelinePlan):
+        shapes = [stage.plan.mesh_shape for stage in plan.stages[: plan.num_stages // plan.virtual_stages]]
+        schedule, virtual_stages = plan.schedule, plan.virtual_stages
+        words = f"{len(shapes)} meshes of {', '.join(map(str, shapes))}, schedule {schedule!r}, {virtual_stages} stages per mesh"
+    else:
+        shapes, words = [plan.mesh_shape], f"one mesh of {plan.mesh_shape}"
+    asked = [] if settings.meshes == "auto" else [mesh.shape for mesh in settings.meshes]
+    all_asked = asked * count_meshes(settings) if len(asked) == 1 else asked
+    wishes: dict[str, tuple[object, bool]] = {
+        "mesh_shape": (asked[0] if len(asked) == 1 else asked, not asked or all_asked == shapes),
+        "num_stages": (settings.num_stages, settings.num_stages in ("auto", len(shapes))),
+        "num_microbatches": (settings.num_microbatches, settings.num_microbatches in ("auto", plan.num_microbatches)),
+        "schedule": (settings.schedule, settings.schedule in ("auto", schedule)),
+        "virtual_stages": (settings.virtual_stages, settings.virtual_stages in ("auto", virtual_stages)),
+        "recompute": (settings.recompute, settings.recompute != "none" or not plan.recompute),
+    }
+    wrong = [f"{name}={wish!r}" for name, (wish, is_met) in wishes.items() if not is_met]
+    if wrong:
+        raise ArgumentError(
+            f"{', '.join(wrong)}: the plan has {words}, {plan.num_microbatches} microbatches and recompute={plan.recompute}. "
+            "Leave out what it does not have, which takes the plan as it is; or leave out plan=, which searches"
+        )
 
 
 def _wish(settings: Settings, num_meshes: int) -> PipelineWishes:

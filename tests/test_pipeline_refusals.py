@@ -1,5 +1,7 @@
 """Wishes that a pipeline cannot meet are errors that say what would do."""
 
+import re
+
 import jax
 import pytest
 
@@ -69,6 +71,27 @@ def test_a_step_that_mixes_examples_is_refused_with_its_line_and_runs_with_one_m
     with pytest.raises(UnsupportedProgramError, match=r"4 microbatches: \w+ at .*zoo\.py.* Use num_microbatches=1"):
         in_stages(step).plan(state, batch)
     assert in_stages(step, num_microbatches=1).plan(state, batch).num_microbatches == 1
+
+
+def test_wishes_beside_a_plan_of_stages_have_to_agree_with_it():
+    step, state, batch = pipeline_steps.plain()
+    made_with = {"num_stages": 2, "num_microbatches": 2, "schedule": "1f1b", "virtual_stages": 1, "mesh_shape": (1,)}
+    plan = autopar.parallelize(step, **made_with).plan(state, batch)
+    for wishes in (made_with, {"mesh_shape": [(1,), (1,)]}, {"num_stages": 2}):
+        assert autopar.parallelize(step, plan=plan, **wishes).plan(state, batch).stages == plan.stages
+    for wish in (
+        {"num_stages": 3},
+        {"mesh_shape": (2,)},
+        {"schedule": "gpipe"},
+        {"virtual_stages": 2},
+        {"num_microbatches": 4},
+    ):
+        ((name, value),) = wish.items()
+        words = (
+            f"{name}={value!r}: the plan has 2 meshes of (1,), (1,), schedule '1f1b', 1 stages per mesh, 2 microbatches"
+        )
+        with pytest.raises(ArgumentError, match=re.escape(words)):
+            autopar.parallelize(step, plan=plan, **wish).plan(state, batch)
 
 
 def test_a_plan_of_stages_is_for_its_own_step_and_needs_its_devices():

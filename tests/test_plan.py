@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar import Plan, PlanError
+from autopar import ArgumentError, Plan, PlanError
 from autopar.intra_op import mesh_search
 from autopar.plan import no_leaf
 from tests import zoo
@@ -150,6 +150,25 @@ def test_a_plan_of_a_model_gives_the_same_results_when_used_again(name):
 def test_a_plan_for_other_shapes_is_refused(plan):
     with pytest.raises(PlanError, match="made for another step"):
         autopar.parallelize(train_step, plan=plan).plan(make_state(), make_batch(32))
+
+
+@pytest.mark.parametrize(
+    ("wishes", "words"),
+    [
+        ({"num_stages": 2}, r"num_stages=2: the plan has one mesh of \(2, 4\), 1 microbatches .*leave out plan="),
+        ({"mesh_shape": (8,)}, r"mesh_shape=\(8,\): the plan has one mesh of \(2, 4\)"),
+        ({"num_microbatches": 4, "num_stages": 2}, "num_stages=2, num_microbatches=4: the plan has one mesh"),
+    ],
+)
+def test_wishes_that_a_given_plan_does_not_meet_are_refused(plan, wishes, words):
+    with pytest.raises(ArgumentError, match=words):
+        autopar.parallelize(train_step, plan=plan, **wishes).plan(make_state(), make_batch())
+
+
+def test_wishes_that_a_given_plan_meets_may_stand_beside_it(plan):
+    for wishes in ({"mesh_shape": (2, 4)}, {"mesh_shape": MESH, "num_stages": 1}, {"schedule": "1f1b"}):
+        step = autopar.parallelize(train_step, plan=plan, num_microbatches=1, recompute="none", **wishes)
+        assert step.plan(make_state(), make_batch()).strategies == plan.strategies
 
 
 # --- the second back end ----------------------------------------------------------------------------------------------
