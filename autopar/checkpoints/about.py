@@ -21,13 +21,22 @@ Position: TypeAlias = Fields
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SavedLeaf:
-    """One array of the state as it was saved: its path in the state, shape, type, and whether the type is weak."""
+    """One array of the state as it was saved: its path in the state, shape, type, and whether the type is weak.
+
+    `keys` are those along the path where one of them contains a slash, so that the path does not tell them; else it is empty.
+    """
 
     path: str
     shape: tuple[int, ...]
     dtype: str
     weak_type: bool
     key_kind: str | None = None
+    keys: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> tuple[str, ...]:
+        """The keys along its path."""
+        return self.keys or tuple(self.path.split("/"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,7 +80,10 @@ class About:
             content = value["content"]
             if value["digest"] != _digest(content):
                 raise CheckpointError(f"{where} is damaged: its description does not have the digest that it says")
-            leaves = tuple(SavedLeaf(**{**leaf, "shape": tuple(leaf["shape"])}) for leaf in content["leaves"])
+            leaves = tuple(
+                SavedLeaf(**{**leaf, "shape": tuple(leaf["shape"]), "keys": tuple(leaf.get("keys", ()))})
+                for leaf in content["leaves"]
+            )
             return cls(**{**content, "leaves": leaves})
         except (KeyError, TypeError) as error:
             raise CheckpointError(

@@ -28,13 +28,21 @@ _SHOWN = 4
 
 
 def arrays_by_name(state: PyTree) -> dict[Name, Saved]:
-    """Return the arrays of a state by path. Python numbers become arrays; other values are left out."""
+    """Return the arrays of a state by path. Python numbers become arrays; other values are left out.
+
+    Raises ArgumentError for two arrays of one path.
+    """
     found: dict[Name, Saved] = {}
     for keys, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
-        if isinstance(leaf, SplitArray | jax.Array):
-            found[_name(keys)] = leaf
-        elif is_array_like(leaf):
-            found[_name(keys)] = np.asarray(leaf, dtype_of(leaf))
+        if not is_array_like(leaf):
+            continue
+        name = _name(keys)
+        if name in found:
+            raise ArgumentError(
+                f"two arrays of the state are called {path_of(name)} in a checkpoint, because two of their keys, such as 1 and "
+                "'1', have one text: rename one of the keys"
+            )
+        found[name] = leaf if isinstance(leaf, SplitArray | jax.Array) else np.asarray(leaf, dtype_of(leaf))
     return found
 
 
@@ -86,6 +94,7 @@ def describe_leaf(name: Name, array: Saved) -> SavedLeaf:
         dtype=str(array.dtype),
         weak_type=bool(getattr(array, "weak_type", False)),
         key_kind=key_kind,
+        keys=name if any("/" in key for key in name) else (),
     )
 
 
@@ -113,12 +122,11 @@ def refuse_other_checkpoint(
 
 def _differences(given: Sequence[SavedLeaf], wanted: Mapping[Name, PlacedLeaf]) -> list[str]:
     """Say what is wrong with the given arrays, in one text for each leaf."""
-    targets = {path_of(name): leaf for name, leaf in wanted.items()}
-    paths = {leaf.path for leaf in given}
-    wrong = [f"{path} is missing" for path in targets if path not in paths]
-    wrong += [f"{path} is not in the step's state" for path in sorted(paths - {*targets})]
+    names = {leaf.name for leaf in given}
+    wrong = [f"{path_of(name)} is missing" for name in wanted if name not in names]
+    wrong += [f"{path_of(name)} is not in the step's state" for name in sorted(names - {*wanted})]
     for leaf in given:
-        target = targets.get(leaf.path)
+        target = wanted.get(leaf.name)
         if target is not None and (leaf.shape, leaf.dtype) != (target.shape, str(target.dtype)):
             wrong.append(
                 f"{leaf.path} is {leaf.dtype}{list(leaf.shape)}, the step's is {target.dtype}{list(target.shape)}"

@@ -206,12 +206,12 @@ def read(where: Path, step: StepWithPlan) -> tuple[PyTree, About]:
             refuse_other_checkpoint(about.leaves, wanted, places.name, where)
         if group is not None:
             group.meet(f"restores {len(wanted)} arrays of {places.name} from {where}")
-        arrays = _read_arrays(where, wanted, {leaf.path: leaf for leaf in about.leaves}, processes)
+        arrays = _read_arrays(where, wanted, {leaf.name: leaf for leaf in about.leaves}, processes)
     return jax.tree.unflatten(jax.tree.structure(tree), _in_order(tree, arrays)), about
 
 
 def _read_arrays(
-    where: Path, wanted: Mapping[Name, PlacedLeaf], saved: Mapping[str, SavedLeaf], processes: tuple[int, ...]
+    where: Path, wanted: Mapping[Name, PlacedLeaf], saved: Mapping[Name, SavedLeaf], processes: tuple[int, ...]
 ) -> dict[Name, Saved]:
     args = {
         name: LeafRestoreArgs(
@@ -220,7 +220,7 @@ def _read_arrays(
             shape=leaf.shape,
             type=leaf.dtype,
             sharding=leaf.sharding,
-            key_kind=saved[path_of(name)].key_kind,
+            key_kind=saved[name].key_kind,
         )
         for name, leaf in wanted.items()
     }
@@ -233,7 +233,7 @@ def _read_arrays(
             ),
         )
     arrays = arrays_by_name(found.state)
-    return {name: _as_saved(arrays[name], saved[path_of(name)]) for name in wanted}
+    return {name: _as_saved(arrays[name], saved[name]) for name in wanted}
 
 
 def _as_saved(array: Saved, leaf: SavedLeaf) -> Saved:

@@ -1,5 +1,6 @@
 """A state that is saved under one plan and restored under another is the same, bit for bit, and lies where the plan says."""
 
+import collections
 import functools
 import itertools
 
@@ -14,6 +15,7 @@ from flax import nnx
 import autopar
 from autopar.checkpoints import orbax_leaf, register_with_orbax
 from autopar.checkpoints.tuning import Tuning
+from autopar.errors import ArgumentError
 from autopar.split_array import SplitArray
 from tests.checkpoints.steps import WAYS, bits, laid_out, make_batch, make_state, planned
 
@@ -175,6 +177,29 @@ def test_objects_of_nnx_that_a_step_changes_are_saved_and_updated_from_what_is_r
     assert state_of(others) == expected
     target(*others, x)
     assert (state_of(others) == state_of(objects)) == (target is source)
+
+
+def test_keys_with_slashes_are_told_from_nested_ones_and_keep_their_types(tmp_path):
+    def step(state, batch):
+        return jax.tree.map(lambda x: x + x, state), batch.sum()
+
+    state = {"a/b": jnp.full((4,), 0.5), "a": {"b": jnp.arange(3), "b/c": jnp.ones(2)}, "c/d": np.float32(2)}
+    parallel = autopar.parallelize(step, mesh_shape=(2,), donate_argnums=())
+    parallel.plan(state, jnp.ones(8))
+    autopar.save(tmp_path / "one", state, parallel).wait()
+    found = autopar.restore(tmp_path / "one", parallel)
+    assert bits(found) == bits(jax.tree.map(jnp.asarray, state))
+    assert [path for path, x in jax.tree.leaves_with_path(found) if x.weak_type] == [(jax.tree_util.DictKey("a/b"),)]
+
+
+def test_keys_that_have_one_text_are_refused(tmp_path):
+    state = collections.OrderedDict({1: jnp.ones(2), "1": jnp.zeros(2)})
+    parallel = autopar.parallelize(lambda state, batch: (state, batch.sum()), mesh_shape=(2,))
+    parallel.plan(state, jnp.ones(8))
+    with pytest.raises(
+        ArgumentError, match=r"two arrays of the state are called 1 in a checkpoint.*rename one of the keys"
+    ):
+        autopar.save(tmp_path / "one", state, parallel)
 
 
 def odd_state():
