@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Hashable, Mapping, Sequence
+from operator import itemgetter
 from typing import Protocol, cast
 
 import jax
@@ -169,6 +170,14 @@ def aval_key(atom: Var | JaxLiteral) -> Hashable:
     return tuple(getattr(aval, "shape", ())), str(getattr(aval, "dtype", aval)), bool(getattr(aval, "weak_type", False))
 
 
+def _in_order(mapping: Mapping[Hashable, object]) -> Sequence[tuple[Hashable, object]]:
+    """The items of a mapping in an order that depends on its keys alone; of keys that have none by their types and texts."""
+    try:
+        return sorted(mapping.items(), key=itemgetter(0))
+    except TypeError:
+        return sorted(mapping.items(), key=lambda item: (type(item[0]).__name__, repr(item[0])))
+
+
 def _value(value: object) -> Hashable:
     """A parameter as a value that compares by content; a function or the like compares by identity."""
     if value is None or type(value) in (bool, int, str):  # most are
@@ -179,7 +188,7 @@ def _value(value: object) -> Hashable:
         array = np.asarray(value)
         return "array", str(array.dtype), array.shape, array.tobytes()
     if isinstance(value, Mapping):
-        return tuple((name, _value(inner)) for name, inner in sorted(value.items()))
+        return tuple((name, _value(inner)) for name, inner in _in_order(value))
     if isinstance(value, (tuple, list)):
         return type(value).__name__, tuple(_value(inner) for inner in value)
     has_content = getattr(value, "__hash__", None) is not None

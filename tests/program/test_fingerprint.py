@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.extend.core import Primitive
 
 import autopar
 from autopar.errors import PlanError
@@ -90,6 +91,26 @@ def test_a_trail_tells_at_which_equation_programs_begin_to_differ():
     assert fingerprint_of(one).first_difference(fingerprint_of(one).trail) is None
     number = fingerprint_of(one).first_difference(fingerprint_of(other).trail)
     assert [*one.walk()][number].primitive.name == "reduce_sum"
+
+
+class HashedDict(dict):
+    """A mapping that JAX takes as a parameter."""
+
+    def __hash__(self):
+        return hash(frozenset(self.items()))
+
+
+def test_parameters_with_keys_that_have_no_order_have_fingerprints():
+    noted_p = Primitive("noted")
+    noted_p.def_abstract_eval(lambda x, about: x)
+
+    def fingerprint_with(about):
+        traced = jax.make_jaxpr(lambda x: noted_p.bind(x, about=HashedDict(about)))(SQUARE)
+        return fingerprint_of(program_of(traced)[0])
+
+    assert fingerprint_with({1: 2, "a": 3}) == fingerprint_with({"a": 3, 1: 2})
+    assert fingerprint_with({1: 2, "a": 3}) != fingerprint_with({1: 3, "a": 2})
+    assert fingerprint_with({None: 2, (1, "a"): 3}) == fingerprint_with({(1, "a"): 3, None: 2})
 
 
 def test_callbacks_of_other_code_have_other_fingerprints():
