@@ -47,7 +47,7 @@ from autopar.compat import undisturbed
 from autopar.cost_model.hardware import Cluster
 from autopar.decide import Planned, decide_for_fewer_examples, decide_together, meet_to_plan
 from autopar.errors import ArgumentError, ConstraintError, PlanError
-from autopar.execution.calls import CallKey, key_of, refuse_consumed, refuse_tracers
+from autopar.execution.calls import CallKey, key_of, refuse_consumed, refuse_without_values
 from autopar.execution.one_mesh import CompiledStep
 from autopar.execution.pipeline import CompiledPipeline, compile_planned
 from autopar.execution.published import Places
@@ -126,7 +126,7 @@ class ParallelStep(Inspected):
         """
         call = self._bind(args, kwargs)
         leaves, _ = call.flatten()
-        refuse_tracers(self.signature.name, leaves)
+        refuse_without_values(self.signature.name, leaves)
         with undisturbed():
             return deliver(call, self._compile(self._plan(call)).run(leaves))
 

@@ -76,7 +76,7 @@ def check_leaves(
     """Bind and flatten a call. Raises ArgumentError if its leaves differ from the traced structure, shapes or types."""
     bound = bind_arguments(signature, args, kwargs)
     leaves, tree = bound.flatten()
-    refuse_tracers(signature.name, leaves)
+    refuse_without_values(signature.name, leaves)
     if tree != traced.in_tree:
         raise ArgumentError(
             f"{signature.name} was compiled for arguments of structure {traced.in_tree}, called with {tree}"
@@ -100,8 +100,15 @@ def describe_run(name: str, traced: TracedStep) -> str:
     return f"runs {name} (program {traced.fingerprint}; {batch})"
 
 
-def refuse_tracers(name: str, leaves: Sequence[object]) -> None:
-    """Raise ArgumentError if the call is inside a function that JAX traces, where no step can run."""
+def refuse_without_values(name: str, leaves: Sequence[object]) -> None:
+    """Raise ArgumentError if the call is inside a function that JAX traces, where no step can run, or has shapes for arrays."""
+    shapes = sum(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
+    if shapes:
+        raise ArgumentError(
+            f"{shapes} of the {len(leaves)} arrays given to {name} are jax.ShapeDtypeStructs, which have no values. They are for "
+            f"{name}.plan(...) and {name}.compile(...). Call the step with arrays: a state is made where the plan wants it by "
+            f"{name}.init_state(create_fn, *args)"
+        )
     traced = sum(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
     if not traced and not is_inside_trace():
         return

@@ -60,6 +60,19 @@ def test_a_compiled_step_names_the_leaves_whose_shape_or_type_is_another():
     )
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_call_with_shapes_is_refused_with_what_takes_them(is_compiled):
+    step = autopar.parallelize(train_step, mesh_shape=(8,))
+    shapes = jax.eval_shape(make_state), make_batch()
+    words = (
+        "3 of the 5 arrays given to train_step are jax.ShapeDtypeStructs",
+        "train_step.plan(...)",
+        "with arrays",
+        "init_state",
+    )
+    refused(ArgumentError, lambda: (step.compile(*shapes) if is_compiled else step)(*shapes), *words)
+
+
 def test_a_compiled_step_refuses_arguments_of_another_structure():
     compiled = autopar.parallelize(train_step, mesh_shape=(8,)).compile(make_state(), make_batch())
     refused(
