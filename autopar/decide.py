@@ -31,7 +31,7 @@ from autopar.intra_op.request import PlannedStep, PlanRequest
 from autopar.intra_op.restore import restore
 from autopar.layouts.mesh import LogicalMesh
 from autopar.microbatches.counts import cut_into_microbatches, microbatch_counts
-from autopar.microbatches.statistics import mark_statistics
+from autopar.microbatches.statistics import mark_statistics, warn_of_corrections
 from autopar.pipeline_plan import PipelinePlan, plan_from_json
 from autopar.plan import Plan
 from autopar.plan_cache.recall import recall_or_search
@@ -78,6 +78,8 @@ def decide(settings: Settings, traced: TracedStep) -> Planned:
         except (OutOfMemoryError, LeftError) as error:
             error.asked = settings, traced
             raise
+    if marked is not traced and planned.plan.num_microbatches > 1:
+        warn_of_corrections(traced)
     planned.plan.know_question(settings, traced, is_cluster_assumed=is_cluster_assumed(settings))
     return planned
 

@@ -4,7 +4,8 @@ In: a traced step. Out: the same step, in which each value is marked (`batch_sta
 example needs afterwards, and that the state has a part in; what the batch alone gives, such as the sum of a mask, is known before
 the loop and stays exact. In a microbatch a marked sum is that of its own examples times the number of microbatches: a mean over
 the batch becomes one over the microbatch, and so do the sums of its gradient. After the loop such values are averaged. What can
-go wrong: a step that computes with weights which it has just updated; values reach no examples through the new state.
+go wrong: a step that computes with weights which it has just updated; values reach no examples through the new state. And a step
+that divides a sum by one less than its terms, as `var(ddof=1)` does, still divides by one less than all terms; a warning says so.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Set
 
 import jax
+import numpy as np
 
-from autopar.compat import Var, attributed_to
+from autopar.compat import Literal, Var, attributed_to, source_line
+from autopar.errors import warn
 from autopar.intra_op.choices.known_equations import RuleBook
 from autopar.intra_op.lowering.per_device import Placed
 from autopar.layouts.mesh import Layout
@@ -23,8 +26,9 @@ from autopar.microbatches.loop import StepLowering
 from autopar.microbatches.phases import phases_of
 from autopar.microbatches.time_plan import TimePlan
 from autopar.program.evaluate import retrace
+from autopar.program.from_jaxpr import CAST
 from autopar.program.opened.statistic import batch_statistic_p
-from autopar.program.program import Atom, Equation, Program, operands_of
+from autopar.program.program import Atom, Equation, Program, fan_out_p, operands_of
 from autopar.program.step import TracedStep
 from autopar.program.walk import Scope
 from autopar.rules.table import entry_for
@@ -87,6 +91,48 @@ def _awaited_by_examples(
         if works_on_examples or (awaited & set(eqn.outvars) and not new_state & set(eqn.outvars)):
             awaited.update(operands_of(eqn))
     return awaited
+
+
+def warn_of_corrections(traced: TracedStep) -> None:
+    """Warn if a step that is cut into microbatches divides a statistic by fewer terms than it sums, as `var(ddof=1)` does."""
+    found = next(find_corrections(traced), None)
+    if found is not None:
+        eqn, terms, divisor = found
+        warn(
+            f"batch_statistics='microbatch': {source_line(eqn) or 'the step'} divides a sum of {terms} terms by {divisor:g}, as "
+            "var(ddof=1) does. A microbatch has fewer terms, and its sum is scaled to all of them: the correction is that of the "
+            "whole batch. Use ddof=0, as batch normalisation does, or num_microbatches=1"
+        )
+
+
+def find_corrections(traced: TracedStep) -> Iterator[tuple[Equation, int, float]]:
+    """The equations that divide a statistic by somewhat fewer than its terms, with both numbers."""
+    found = frozenset(find_statistics(traced))
+    terms: dict[Var, int] = {}
+    numbers: dict[Var, float] = {}
+
+    def number(atom: Atom) -> float | None:
+        if not isinstance(atom, Literal):
+            return numbers.get(atom)
+        value = np.asarray(atom.val)
+        return float(value) if value.shape == () and value.dtype.kind in "iuf" else None
+
+    for eqn in traced.program.walk() if found else ():
+        given = [number(atom) for atom in eqn.invars]
+        operand, result = (eqn.invars[0], eqn.outvars[0]) if eqn.invars and eqn.outvars else (None, None)
+        if operand is None or result is None or eqn.regions:
+            continue
+        summed, value = 0 if isinstance(operand, Literal) else terms.get(operand, 0), given[0]
+        if eqn in found:
+            terms[result] = operand.aval.size // result.aval.size
+        elif eqn.primitive.name == "div" and given[1] is not None and summed / 2 < given[1] < summed:
+            yield eqn, summed, given[1]
+        elif eqn.primitive.name == "sub" and value is not None and given[1] is not None:
+            numbers[result] = value - given[1]
+        elif len(given) == 1 and value is not None and eqn.primitive.name in (CAST, fan_out_p.name):
+            numbers[result] = value
+        elif len(given) == 1 and summed and operand.aval.size == result.aval.size:  # it gets another shape
+            terms[result] = summed
 
 
 class _Marking(StepLowering):

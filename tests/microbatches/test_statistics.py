@@ -6,8 +6,8 @@ import pytest
 from flax import linen
 
 import autopar
-from autopar.errors import ArgumentError, UnsupportedProgramError
-from autopar.microbatches.statistics import find_statistics, mark_statistics
+from autopar.errors import ArgumentError, AutoparWarning, UnsupportedProgramError
+from autopar.microbatches.statistics import find_corrections, find_statistics, mark_statistics
 from tests.microbatches.test_loop import traced_of
 from tests.oracles import assert_trees_close
 
@@ -120,3 +120,24 @@ def test_what_is_computed_with_weights_that_were_just_updated_needs_no_statistic
     traced = traced_of(step, {"w": jnp.eye(WIDTH), "b": jnp.ones(WIDTH)}, BATCH["x"])
     assert list(find_statistics(traced)) == []
     assert mark_statistics(traced) is traced
+
+
+def corrected_step(ddof):
+    def step(scale, x):
+        def loss(scale):
+            return jnp.mean(jnp.tanh(x / (1 + x.mean(0) + (x * scale).var(0, ddof=ddof))))
+
+        return scale - 0.1 * jax.grad(loss)(scale), loss(scale)
+
+    return step
+
+
+def test_a_variance_that_is_corrected_for_the_whole_batch_is_told():
+    scale, x = jnp.ones(WIDTH), BATCH["x"]
+    assert {found[1:] for found in find_corrections(traced_of(corrected_step(1), scale, x))} == {(ROWS, ROWS - 1)}
+    assert list(find_corrections(traced_of(corrected_step(0), scale, x))) == []
+    options = {"mesh_shape": (1,), "batch_statistics": "microbatch"}
+    with pytest.warns(AutoparWarning, match=r"divides a sum of 32 terms by 31, as var\(ddof=1\) does"):
+        autopar.parallelize(corrected_step(1), num_microbatches=4, **options).plan(scale, x)
+    autopar.parallelize(corrected_step(1), num_microbatches=1, **options).plan(scale, x)
+    autopar.parallelize(corrected_step(0), num_microbatches=4, **options).plan(scale, x)
