@@ -25,6 +25,10 @@ _ORDER = ("differs", "unknown", "explained", "matches")
 _COLUMNS = ("where", "what", "planned", "compiled", "verdict", "note")
 _CUT_SHORT = ("what", "note")
 """Columns whose cells may lose their ends."""
+_NOISE = 1.0
+"""A result with a limit above its largest entry is made of rounding."""
+_NOISE_TEXT = "noise: roundings of the arguments move a result by more than its largest entry, so a match tells nothing of it"
+_UNIT = "the largest difference of an entry, as a share of the result's largest entry"
 _Row: TypeAlias = tuple[str, VerifiedRow]
 """Where a row holds, and the row."""
 
@@ -35,9 +39,9 @@ def page(verification: Verification, *, full: bool = False) -> str:
     ordered = sorted(verification.rows, key=lambda row: _ORDER.index(row.verdict))
     if full:
         every = [(_where(row, [] if row.stage is None else [row.stage]), row) for row in ordered]
-        return "\n".join([*lines, *_lines_of(_table("", every))])
+        return "\n".join([*lines, *_lines_of(_table("", every)), *_unit_text(verification)])
     rows = _merged(ordered)
-    together = _together_text(verification, rows)
+    together = [*_unit_text(verification), *_nearest_text(verification), *_together_text(verification, rows)]
     room = MOST_LINES - len(lines) - 2 - len(together)
     shown, left = (rows, []) if len(rows) <= room else _split(rows, room - 1)
     lines += _lines_of(_table("", shown))
@@ -54,6 +58,20 @@ def _split(rows: Sequence[_Row], room: int) -> tuple[list[_Row], list[_Row]]:
     others = [number for number in range(len(rows)) if number not in kept]
     kept |= {*others[: room - len(kept)]}
     return [rows[n] for n in sorted(kept)], [one for number, one in enumerate(rows) if number not in kept]
+
+
+def _unit_text(verification: Verification) -> list[str]:
+    """What the figures of values are, if there are any, and what noise is."""
+    values = [row for row in verification.rows if row.unit == "error"]
+    has_noise = any(is_noise for _, is_noise in _alike(values))
+    return [*[f"values: {_UNIT}"][: len(values)], *[_NOISE_TEXT][:has_noise]]
+
+
+def _nearest_text(verification: Verification) -> list[str]:
+    """Which results the rows of several have their figures from."""
+    groups = _alike(verification.rows).items()
+    named = [f"{_nearest(some).what} (of {'noise' if noise else kind})" for (kind, noise), some in groups if noise or len(some) > 1]
+    return [f"the nearest to its limit: {', '.join(named)}"] if named else []
 
 
 def _together_text(verification: Verification, rows: Sequence[_Row]) -> list[str]:
@@ -79,7 +97,8 @@ def headline(verification: Verification) -> str:
 def verified_table(verification: Verification) -> Table:
     """The rows as a table of a report."""
     rows = _merged(sorted(verification.rows, key=lambda row: _ORDER.index(row.verdict)))
-    return _table("Verified against the compiled program", rows)
+    unit = "".join(f"; {text}" for text in _unit_text(verification))
+    return _table(f"Verified against the compiled program{unit}", rows)
 
 
 def _table(title: str, rows: Sequence[_Row]) -> Table:
@@ -119,17 +138,32 @@ def _merged(rows: Sequence[VerifiedRow]) -> list[_Row]:
 
 
 def _without_matching_values(rows: Sequence[VerifiedRow]) -> Iterator[VerifiedRow]:
-    """The rows with one for all results of a type that match: the one that is nearest to what is allowed."""
-    alike: dict[str, list[VerifiedRow]] = {}
-    for row in rows:
-        if row.topic == "values" and row.verdict == "matches":
-            alike.setdefault(row.note.partition(",")[0], []).append(row)
-        else:
-            yield row
-    for kind, several in alike.items():
-        worst = max(several, key=lambda row: (row.compiled or 0.0) / (row.planned or 1.0))
-        number = f"all {len(several)} results" if len(several) > 1 else several[0].what
-        yield dataclasses.replace(worst, what=f"{number} of {kind}", note="the nearest to its limit")
+    """The rows with one for all results of a type that match, the one that is nearest to what is allowed; noise has its own."""
+    yield from (row for row in rows if not _is_match_of_values(row))
+    alike = _alike(rows)
+    for (kind, is_noise), several in alike.items():
+        every = "" if (kind, not is_noise) in alike else "all "
+        nearest = _nearest(several)
+        number = f"{every}{len(several)} results" if len(several) > 1 else "1 result" if is_noise else nearest.what
+        note = "noise" if is_noise else "the nearest to its limit" if len(several) > 1 else ""
+        yield dataclasses.replace(nearest, what=f"{number} of {kind}", note=note)
+
+
+def _is_match_of_values(row: VerifiedRow) -> bool:
+    return row.topic == "values" and row.verdict == "matches"
+
+
+def _alike(rows: Sequence[VerifiedRow]) -> dict[tuple[str, bool], list[VerifiedRow]]:
+    """Results that match, by type and by whether they are noise."""
+    alike: dict[tuple[str, bool], list[VerifiedRow]] = {}
+    for row in filter(_is_match_of_values, rows):
+        alike.setdefault((row.note.partition(",")[0], (row.planned or 0.0) > _NOISE), []).append(row)
+    return alike
+
+
+def _nearest(rows: Sequence[VerifiedRow]) -> VerifiedRow:
+    """The one whose difference is the largest part of what is allowed."""
+    return max(rows, key=lambda row: (row.compiled or 0.0) / (row.planned or 1.0))
 
 
 def _where(row: VerifiedRow, stages: Sequence[int]) -> str:

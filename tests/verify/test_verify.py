@@ -292,8 +292,25 @@ def test_each_kind_of_row_is_shown_and_full_shows_each_figure():
     assert lines[0].endswith(": 53 match")
     assert lines[-1].startswith("The 53 figures are 51 rows: ")
     full = page(found, full=True)
-    assert len(full.splitlines()) == 3 + 53
+    assert len(full.splitlines()) == 3 + 53 + 1, "and what the figures of values are"
     assert all(f"loss {number}" in full for number in range(3))
+
+
+def test_values_say_what_their_figures_are_and_noise_has_a_row_of_its_own():
+    alike = {"topic": "values", "unit": "error", "verdict": "matches"}
+    near = [row(**alike, what=f"p/{n}", note="float32", planned=1e-5, compiled=n * 1e-6) for n in range(3)]
+    lines = str(verification(*near)).splitlines()
+    assert "all 3 results of float32" in lines[3]
+    assert lines[3].endswith("matches  the nearest to its limit")
+    assert lines[4] == "values: the largest difference of an entry, as a share of the result's largest entry"
+    assert lines[5] == "the nearest to its limit: p/2 (of float32)"
+    noise = row(**alike, what="p/bias", note="float32, by what the step makes of rounding", planned=12.0, compiled=1.4)
+    text = str(verification(*near, noise))
+    assert "3 results of float32" in text
+    assert "all 3" not in text
+    said = next(line for line in text.splitlines() if "1 result of float32" in line)
+    assert said.endswith("<= 1.2e+01   1.4e+00  matches  noise")
+    assert "so a match tells nothing of it" in text
 
 
 def test_figures_that_read_the_same_are_given_to_the_byte():
