@@ -27,7 +27,9 @@ _CUT_SHORT = ("what", "note")
 """Columns whose cells may lose their ends."""
 _NOISE = 1.0
 """A result with a limit above its largest entry is made of rounding."""
-_NOISE_TEXT = "noise: roundings of the arguments move a result by more than its largest entry, so a match tells nothing of it"
+_NOISE_TEXT = (
+    "noise: roundings of the arguments move a result by more than its largest entry, so a match tells nothing of it"
+)
 _UNIT = "the largest difference of an entry, as a share of the result's largest entry"
 _Row: TypeAlias = tuple[str, VerifiedRow]
 """Where a row holds, and the row."""
@@ -70,7 +72,11 @@ def _unit_text(verification: Verification) -> list[str]:
 def _nearest_text(verification: Verification) -> list[str]:
     """Which results the rows of several have their figures from."""
     groups = _alike(verification.rows).items()
-    named = [f"{_nearest(some).what} (of {'noise' if noise else kind})" for (kind, noise), some in groups if noise or len(some) > 1]
+    named = [
+        f"{_nearest(some).what} (of {'noise' if noise else kind})"
+        for (kind, noise), some in groups
+        if noise or len(some) > 1
+    ]
     return [f"the nearest to its limit: {', '.join(named)}"] if named else []
 
 

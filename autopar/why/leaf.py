@@ -130,9 +130,22 @@ def _what_decides(question: Question, leaf: ValuePlan, others: Sequence[LayoutPr
     if abs(more_s) <= SAME * question.plan.step_s:
         return f"nothing: {text} costs the same{_why_the_same(nearest)}"
     if more_s < 0:
-        return f"the search, which ended before it found that {text} is faster"
+        return _what_was_missed(question, leaf, nearest.spec, -more_s)
     what = f": it {added_text(nearest.adds)}" if nearest.adds else ""
     return f"the next best layout, {text}, costs {seconds_text(more_s)} more{what}"
+
+
+def _what_was_missed(question: Question, leaf: ValuePlan, spec: Spec, less_s: float) -> str:
+    """That a layout is faster than the one that the search has found, why that may be, and how to have it."""
+    share = f"{seconds_text(less_s)} ({less_s / question.plan.step_s:.1%}) less"
+    rule = rule_for(leaf, spec)
+    pinned = f"constraints={{{rule.glob!r}: {rule.layout!r}}} pins it"
+    reason = (
+        "the clock ended the search before it found that"
+        if question.plan.ended_early
+        else ("the search leaves plans that are faster by less than its gap, which the plan states:")
+    )
+    return f"{reason} {layout_text(spec)} takes {share}; {pinned}"
 
 
 def _why_the_same(other: LayoutPrice) -> str:

@@ -145,7 +145,7 @@ def _cells(other: LayoutPrice, answer: LeafAnswer) -> tuple[str, ...]:
         return layout_text(other.spec), "-", "", "", other.problem
     more_s = other.step_s - answer.step_s
     share = f"{seconds_text(abs(more_s))} ({abs(more_s) / answer.step_s:.1%})"
-    more = "0 s" if abs(more_s) <= 1e-9 * answer.step_s else f"{'-' if more_s < 0 else ''}{share}"
+    more = "0 s" if abs(more_s) <= 1e-9 * answer.step_s else f"{share}{' less' if more_s < 0 else ''}"
     moved = [str(pattern) for pattern in path_patterns(other.moves)]
     follow = f"{', '.join(moved[:2])}{', ...' if len(moved) > 2 else ''} lie otherwise too" if moved else ""
     adds = "; ".join(filter(None, [added_text(other.adds), follow]))

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import pickle
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +12,12 @@ import pytest
 import autopar
 from autopar.__main__ import main
 from autopar.errors import OutOfMemoryError, PlanError
+from autopar.explain.units import seconds_text
+from autopar.layouts.constraints import Constraints
 from autopar.layouts.mesh import LogicalMesh
 from autopar.layouts.moves import all_layouts
 from autopar.why import leaf as leaves
+from autopar.why.report import leaf_text
 
 SIZES = {"up": (64, 256), "down": (256, 64)}
 PATH = "state/params/layer_0/up"
@@ -91,6 +95,23 @@ def test_a_constraint_that_decides_is_named_with_what_it_costs():
     assert ("which costs nothing" in answer.decides) == (free.step_s >= plan.step_s * (1 - 1e-9))
     preset = planned(**MODES["one mesh"], constraints=autopar.zero3()).why(PATH).answer
     assert "zero3" in preset.decides
+
+
+@pytest.mark.parametrize("ended_early", [False, True])
+def test_a_faster_layout_that_the_search_left_is_told_with_its_gain_and_how_to_pin_it(ended_early):
+    plan = dataclasses.replace(planned(**MODES["one mesh"]), ended_early=ended_early)
+    other = leaves.LayoutPrice(spec=(("x",), ()), step_s=0.996 * plan.step_s, peak_bytes=2**20)
+    question = SimpleNamespace(plan=plan, settings=SimpleNamespace(constraints=Constraints()))
+    less = f"{seconds_text(0.004 * plan.step_s)} (0.4%)"
+    decides = leaves._what_decides(question, plan.input(PATH), [other])
+    assert decides.endswith(f"[x, -] takes {less} less; constraints={{'{PATH}': P('x', None)}} pins it")
+    left = "the search leaves plans that are faster by less than its gap, which the plan states: "
+    assert decides.startswith("the clock ended the search" if ended_early else left)
+    answer = leaves.LeafAnswer(
+        leaf=plan.input(PATH), step_s=plan.step_s, peak_bytes=2**20, others=(other,), not_tried=0, decides=decides
+    )
+    row = next(line for line in leaf_text(answer).splitlines() if line.startswith("[x, -]"))
+    assert f" {less} less " in row
 
 
 @pytest.mark.sweep
