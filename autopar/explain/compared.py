@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from rich.table import Table
 
 from autopar.explain.bound import is_proven
-from autopar.explain.tables import new_table
+from autopar.explain.tables import meshes_left, new_table
 from autopar.explain.units import bytes_text, seconds_text
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Alternative, Plan
@@ -27,6 +27,7 @@ _OBSTACLES = {
 }
 """What stands in the way of an impossible one, in words; a plan that was written before plans said so knows less."""
 _LISTED = 6
+_MESHES_NAMED = 2
 _MORE_SECONDS = "more planning seconds"
 
 
@@ -57,7 +58,7 @@ def what_is_missing(plan: Plan | PipelinePlan) -> Iterator[str]:
         yield f"planned for the preset {plan.cluster}, which was assumed: cluster= names the machine"
     if not plan.ended_early:
         if not is_proven(plan):
-            yield f"the search came to its end: {_MORE_SECONDS} would find the same plan"
+            yield f"the search came to its end{_left_text(plan)}: {_MORE_SECONDS} would find the same plan"
         return
     stopped = f"planning stopped after {seconds_text(plan.planning_s)}"
     listed, others = "; ".join(plan.not_compared[:_LISTED]), len(plan.not_compared) - _LISTED
@@ -66,6 +67,13 @@ def what_is_missing(plan: Plan | PipelinePlan) -> Iterator[str]:
         return
     more = f"; and {others} more" if others > 0 else ""
     yield f"{stopped}; {_MORE_SECONDS} would also compare: {listed}{more}"
+
+
+def _left_text(plan: Plan | PipelinePlan) -> str:
+    """Which meshes the search leaves by itself, as they could save less than their search is worth."""
+    left = meshes_left(plan) if isinstance(plan, Plan) else ()
+    named = " and ".join(left) if len(left) <= _MESHES_NAMED else f"{len(left)} meshes"
+    return f", and left {named} for the little that could be saved there" if left else ""
 
 
 def why_chosen(plan: Plan | PipelinePlan) -> Iterator[str]:

@@ -326,19 +326,37 @@ def time_table(plan: Plan | PipelinePlan) -> Table:
     return table
 
 
-def _candidate_text(candidate: Candidate) -> str:
-    if candidate.step_s is not None:
-        return seconds_text(candidate.step_s)
-    return (
-        "does not fit the memory" if candidate.at_least_s is None else f"at least {seconds_text(candidate.at_least_s)}"
-    )
+def meshes_left(plan: Plan) -> tuple[str, ...]:
+    """The meshes that were left although they may be faster: by too little to repay their search."""
+    left = (one for one in plan.candidates if one.step_s is None and _may_save(one, plan))
+    return tuple(_mesh_text(one.mesh_shape, plan.axis_names) for one in left)
+
+
+def _seconds_on(candidate: Candidate, plan: Plan) -> float | None:
+    """Seconds of a mesh, or that no plan on it beats: by its own bound, or by that of all meshes where that is tighter."""
+    if candidate.step_s is not None or candidate.at_least_s is None:
+        return candidate.step_s
+    return max(candidate.at_least_s, min(plan.one_mesh_bound_s or plan.lower_bound_s, plan.step_s))
+
+
+def _may_save(candidate: Candidate, plan: Plan) -> bool:
+    """Whether a mesh may be faster than the chosen one, by as much as is printed."""
+    seconds = _seconds_on(candidate, plan)
+    return seconds is not None and seconds < plan.step_s and seconds_text(seconds) != seconds_text(plan.step_s)
+
+
+def _candidate_text(candidate: Candidate, plan: Plan) -> str:
+    seconds = _seconds_on(candidate, plan)
+    if seconds is None:
+        return "does not fit the memory"
+    return f"{'at least ' if candidate.step_s is None else ''}{seconds_text(seconds)}"
 
 
 def candidates_table(plan: Plan) -> Table:
     """The logical meshes that were compared."""
     table = new_table("Meshes compared", "mesh", "predicted step", "", numbers=("predicted step",))
     for candidate in plan.candidates:
-        step = _candidate_text(candidate)
+        step = _candidate_text(candidate, plan)
         table.add_row(
             *map(Cell, (_mesh_text(candidate.mesh_shape, plan.axis_names), step, _candidate_verdict(candidate, plan)))
         )
@@ -349,12 +367,12 @@ def _candidate_verdict(candidate: Candidate, plan: Plan) -> str:
     """How a mesh compares with the chosen one; of one that was left by its bound, what it could save at most."""
     if candidate.mesh_shape == plan.mesh_shape:
         return "chosen"
-    seconds = candidate.at_least_s if candidate.step_s is None else candidate.step_s
+    seconds = _seconds_on(candidate, plan)
     if seconds is None:
         return ""
     if seconds_text(seconds) == seconds_text(plan.step_s):
         return "no faster"
-    if seconds < plan.step_s:
+    if _may_save(candidate, plan):
         return f"could save at most {1 - seconds / plan.step_s:.1%}: left, as its search would take longer than that is worth"
     at_least = "at least " if candidate.step_s is None else ""
     return f"{at_least}{seconds / plan.step_s - 1:.1%} slower"

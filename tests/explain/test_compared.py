@@ -4,7 +4,7 @@ import dataclasses
 
 from autopar.explain import explain
 from autopar.explain.compared import repeated_text
-from autopar.plan import Alternative
+from autopar.plan import Alternative, Candidate
 from tests.explain.test_pipelines import pipeline_of, stage_of
 from tests.plan_examples import BATCH, plan_of
 
@@ -88,6 +88,19 @@ def test_a_search_that_ended_by_itself_says_that_more_time_would_find_nothing():
     one = stage_of(0).plan
     assert said in explain(dataclasses.replace(one, lower_bound_s=0.5 * one.step_s))
     assert "planning seconds" not in explain(dataclasses.replace(one, lower_bound_s=one.step_s)), "it is proven"
+
+
+def test_the_end_of_a_search_names_the_meshes_it_left_and_their_rows_have_the_tighter_of_two_bounds():
+    plan = stage_of(0).plan
+    near, far = Candidate((2, 2, 2), None, 0.92 * plan.step_s), Candidate((2, 1, 4), None, 0.8 * plan.step_s)
+    text = " ".join(explain(dataclasses.replace(plan, lower_bound_s=0.9 * plan.step_s, candidates=(near, far))).split())
+    assert (
+        "came to its end, and left x=2, y=2, z=2 and x=2, y=1, z=4 for the little that could be saved there: mor"
+        in text
+    )
+    assert "another plan could save at most 10.0% of the step" in text
+    assert text.count("could save at most 8.0%: left") == 1, "its own bound"
+    assert text.count("could save at most 10.0%: left") == 1, "that of all meshes"
 
 
 def test_a_plan_of_one_mesh_that_ended_early_says_so_too():
