@@ -110,7 +110,8 @@ def _one_mesh(plan: Plan, cluster: Cluster, before: Cluster) -> RepricedPlan:
         usable_memory_bytes=cluster.usable_memory_bytes,
         fits=plan.peak_bytes <= cluster.usable_memory_bytes,
         basis=f"compute is scaled by {scale:.3g}: {bound} in {dtype} of {before.device.name} over that of "
-        f"{cluster.device.name}; launches are not counted",
+        f"{cluster.device.name}, whichever of the two bounds an operation; launches are not counted. For the seconds of this "
+        f"step there, plan it: autopar plan ... --cluster {cluster.name}",
     )
 
 

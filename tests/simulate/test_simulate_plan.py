@@ -103,6 +103,9 @@ def test_a_priced_plan_is_shown_against_the_memory_of_the_device(plan_file, caps
     assert "14.4 GiB usable on each device" in text
     assert "fits" in text
     assert "compute is scaled by" in text
+    assert "For the seconds of this step there, plan it: autopar plan ... --cluster p3.16xlarge" in " ".join(
+        text.split()
+    )
 
 
 @pytest.mark.parametrize(
