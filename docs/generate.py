@@ -101,9 +101,10 @@ def run(command: str, folder: Path, **environment: str) -> str:
 
 
 def text_of(command: str, folder: Path) -> str:
-    """A command's output, as wide as the pages."""
+    """A command's output, as wide as the pages; of a report on pages of docs/concepts some parts."""
     columns = HELP_COLUMNS if "--help" in command else TEXT_COLUMNS
-    return "\n".join(line.rstrip() for line in run(command, folder, COLUMNS=str(columns)).splitlines()) + "\n"
+    text = "\n".join(line.rstrip() for line in run(command, folder, COLUMNS=str(columns)).splitlines()) + "\n"
+    return excerpt(text) if command.startswith("autopar plan") and command in CONCEPTS.values() else text
 
 
 def excerpt(report: str) -> str:
@@ -165,7 +166,7 @@ def makers(folder: Path) -> dict[str, Callable[[], dict[Path, str]]]:
 
     return {
         **{name: output(name, partial(text_of, command, folder)) for name, command in COMMANDS.items()},
-        **{name: output(name, lambda c=command: excerpt(text_of(c, folder))) for name, command in CONCEPTS.items()},
+        **{name: output(name, partial(text_of, command, folder)) for name, command in CONCEPTS.items()},
         **{name: output(name, partial(example, name)) for name in EXAMPLES},
         **{path.stem: partial(notebook, path) for path in NOTEBOOKS},
         "plan": lambda: {DOCS / "images" / "plan.svg": picture(folder)},

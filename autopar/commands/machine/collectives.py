@@ -24,6 +24,10 @@ from autopar.explain.units import bytes_text, seconds_text
 KINDS: tuple[Kind, ...] = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute")
 """The kinds that plans use."""
 
+_FOR_COMPARISON = (
+    "*: for comparison: not implemented by the libraries that run collectives, so never chosen, however short"
+)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Priced:
@@ -69,6 +73,8 @@ def collectives(options: argparse.Namespace) -> int:
     for axes, group in itertools.groupby(rows, key=lambda row: row.axes):
         console.print(make_table(axes, list(group)))
         console.print()
+    if any(row.only_compared for row in rows):
+        console.print(_FOR_COMPARISON, markup=False, highlight=False)
     return 0
 
 
@@ -98,7 +104,7 @@ def make_table(axes: Sequence[int], rows: Sequence[Priced]) -> Table:
     table = new_table(title, "", "bytes", "seconds", "bytes/s", "best", "others", words=("", "best", "others"))
     for row in rows:
         others = (
-            f"{name} {seconds_text(seconds)}{' (never chosen)' if name in row.only_compared else ''}"
+            f"{name}{'*' if name in row.only_compared else ''} {seconds_text(seconds)}"
             for name, seconds in row.seconds.items()
             if name != row.best
         )

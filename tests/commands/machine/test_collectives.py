@@ -35,6 +35,15 @@ def test_a_table_names_the_winner_and_the_others(capsys):
     assert "all-to-all" in printed
 
 
+def test_algorithms_that_are_priced_for_comparison_are_marked_and_explained_below(capsys):
+    assert run("collectives", "--cluster", "dgx-h100", "--mesh", "2", "--bytes", "1KiB") == 0
+    printed = capsys.readouterr().out
+    assert "naive* " in printed
+    assert printed.endswith(
+        "*: for comparison: not implemented by the libraries that run collectives, so never chosen, however short\n"
+    )
+
+
 def test_a_mesh_that_the_cluster_cannot_hold_is_refused(capsys):
     assert run("collectives", "--cluster", "b200", "--mesh", "4,x") == 2
     assert "'x' is not a whole number" in capsys.readouterr().err
