@@ -31,5 +31,10 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="RUN",
         help="measure nothing: refit the cluster of recorded runs, files of `run.save` or `train --timeline`",
     )
-    parser.add_argument("--devices", type=values.positive, metavar="N", help="how many; default: all, of a CPU 8")
+    parser.add_argument(
+        "--devices",
+        type=values.positive,
+        metavar="N",
+        help="how many; default: all of the accelerators there are, or else 8 virtual ones of the CPU",
+    )
     add_json(parser)

@@ -12,5 +12,10 @@ HELP = "look whether autopar, JAX and the devices at hand work, and how they are
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `doctor`."""
-    parser.add_argument("--devices", type=values.positive, metavar="N", help="how many; default: all, of a CPU 8")
+    parser.add_argument(
+        "--devices",
+        type=values.positive,
+        metavar="N",
+        help="how many; default: all of the accelerators there are, or else 8 virtual ones of the CPU",
+    )
     add_json(parser, "a table")

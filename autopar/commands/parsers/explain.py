@@ -18,7 +18,11 @@ HELP_OF_SHOW = "print a plan that `plan -o` wrote, as `explain` does"
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `explain`."""
     parser.add_argument(
-        "file", metavar="FILE", type=Path, help="a plan in JSON; or a model, as `autopar plan` takes it"
+        "file",
+        metavar="FILE",
+        type=Path,
+        help="a plan in JSON; or, of `explain`, a model with the flags of `autopar plan`, such as --devices N, --leaf PATH "
+        "and --classic",
     )
     add_report(parser)
     add_json(parser, "a report")

@@ -102,7 +102,8 @@ def _add_search(parser: argparse.ArgumentParser, *, on_each_core: bool) -> None:
         type=values.seconds,
         default=60.0,
         metavar="N",
-        help="end the search after so many seconds with the best plan so far, or none for no limit; default 60",
+        help="end the search after so many seconds with the best plan so far, or none for no limit; default 60. Without a "
+        "plan so far, the first one is finished, which may take longer",
     )
     group.add_argument(
         "--no-plan-cache",

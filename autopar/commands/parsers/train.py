@@ -18,7 +18,13 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `train`."""
     parser.add_argument("model", metavar="MODEL", help=TRAINED_HELP)
     add_planning(parser, on_each_core=False)
-    parser.add_argument("--steps", type=values.positive, default=100, metavar="N", help="default %(default)s")
+    parser.add_argument(
+        "--steps",
+        type=values.positive,
+        default=100,
+        metavar="N",
+        help="of the whole run, with --resume those before included; default %(default)s",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of parameters, dropout and data; default %(default)s")
     parser.add_argument("--log", type=Path, metavar="FILE", help="write step, loss and seconds as CSV")
     parser.add_argument(
