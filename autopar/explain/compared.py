@@ -101,7 +101,7 @@ def why_chosen(plan: Plan | PipelinePlan) -> Iterator[str]:
 
 def _why_left(plan: Plan | PipelinePlan) -> str:
     """Why a way was not planned that is not known to be slower."""
-    return "no time to look into it" if plan.ended_early else "left, as it promised too little"
+    return "no time to look into it" if plan.ended_early else "left, as the estimated gain is not worth planning it"
 
 
 def repeated_text(one: Plan | Alternative) -> str:
