@@ -75,7 +75,7 @@ def _nearest_text(verification: Verification) -> list[str]:
     named = [
         f"{_nearest(some).what} (of {'noise' if noise else kind})"
         for (kind, noise), some in groups
-        if noise or len(some) > 1
+        if noise or _has_nearest(some)
     ]
     return [f"the nearest to its limit: {', '.join(named)}"] if named else []
 
@@ -151,7 +151,7 @@ def _without_matching_values(rows: Sequence[VerifiedRow]) -> Iterator[VerifiedRo
         every = "" if (kind, not is_noise) in alike else "all "
         nearest = _nearest(several)
         number = f"{every}{len(several)} results" if len(several) > 1 else "1 result" if is_noise else nearest.what
-        note = "noise" if is_noise else "the nearest to its limit" if len(several) > 1 else ""
+        note = "noise" if is_noise else "the nearest to its limit" if _has_nearest(several) else ""
         yield dataclasses.replace(nearest, what=f"{number} of {kind}", note=note)
 
 
@@ -165,6 +165,11 @@ def _alike(rows: Sequence[VerifiedRow]) -> dict[tuple[str, bool], list[VerifiedR
     for row in filter(_is_match_of_values, rows):
         alike.setdefault((row.note.partition(",")[0], (row.planned or 0.0) > _NOISE), []).append(row)
     return alike
+
+
+def _has_nearest(rows: Sequence[VerifiedRow]) -> bool:
+    """Whether one of several is nearest to its limit; integers have no room."""
+    return len(rows) > 1 and bool(rows[0].planned)
 
 
 def _nearest(rows: Sequence[VerifiedRow]) -> VerifiedRow:
