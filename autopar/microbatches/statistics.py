@@ -26,9 +26,8 @@ from autopar.microbatches.loop import StepLowering
 from autopar.microbatches.phases import phases_of
 from autopar.microbatches.time_plan import TimePlan
 from autopar.program.evaluate import retrace
-from autopar.program.from_jaxpr import CAST
 from autopar.program.opened.statistic import batch_statistic_p
-from autopar.program.program import Atom, Equation, Program, fan_out_p, operands_of
+from autopar.program.program import Atom, Equation, Program, divides, hands_on, operands_of, subtracts
 from autopar.program.step import TracedStep
 from autopar.program.walk import Scope
 from autopar.rules.table import entry_for
@@ -125,11 +124,11 @@ def find_corrections(traced: TracedStep) -> Iterator[tuple[Equation, int, float]
         summed, value = 0 if isinstance(operand, Literal) else terms.get(operand, 0), given[0]
         if eqn in found:
             terms[result] = operand.aval.size // result.aval.size
-        elif eqn.primitive.name == "div" and given[1] is not None and summed / 2 < given[1] < summed:
+        elif divides(eqn) and given[1] is not None and summed / 2 < given[1] < summed:
             yield eqn, summed, given[1]
-        elif eqn.primitive.name == "sub" and value is not None and given[1] is not None:
+        elif subtracts(eqn) and value is not None and given[1] is not None:
             numbers[result] = value - given[1]
-        elif len(given) == 1 and value is not None and eqn.primitive.name in (CAST, fan_out_p.name):
+        elif len(given) == 1 and value is not None and hands_on(eqn):
             numbers[result] = value
         elif len(given) == 1 and summed and operand.aval.size == result.aval.size:  # it gets another shape
             terms[result] = summed

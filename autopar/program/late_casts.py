@@ -16,10 +16,9 @@ import jax.numpy as jnp
 
 from autopar.compat import Var
 from autopar.program.loops import LoopEquation
-from autopar.program.program import Atom, Equation, Program
+from autopar.program.program import CAST, Atom, Equation, Program
 
 RESHAPING = ("reshape", "squeeze", "transpose")
-CAST = "convert_element_type"
 SUM, PRODUCTS = "reduce_sum", ("dot_general", "conv_general_dilated")
 """What may stand between a sum in a scan, its rounding and the result."""
 

@@ -94,3 +94,21 @@ def variables_of(atoms: Sequence[Atom]) -> list[Var]:
 def operands_of(eqn: Equation) -> list[Var]:
     """The operands that are not literals."""
     return variables_of(eqn.invars)
+
+
+CAST = "convert_element_type"
+
+
+def hands_on(eqn: Equation) -> bool:
+    """Whether an operation hands on what it takes, in another number format maybe."""
+    return eqn.primitive is fan_out_p or eqn.primitive.name == CAST
+
+
+def divides(eqn: Equation) -> bool:
+    """Whether its result is the quotient of its operands."""
+    return eqn.primitive.name == "div"
+
+
+def subtracts(eqn: Equation) -> bool:
+    """Whether its result is the difference of its operands."""
+    return eqn.primitive.name == "sub"
