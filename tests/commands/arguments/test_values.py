@@ -1,6 +1,7 @@
 """Values of flags: sizes, meshes, layouts, devices; what is read, and what is refused in words."""
 
 import argparse
+import os
 
 import pytest
 
@@ -93,3 +94,11 @@ def test_a_constraint_that_is_none_is_refused(text):
 def test_missing_devices_are_told_with_the_way_to_get_them():
     with pytest.raises(ArgumentError, match="9 devices are asked for, JAX has 8 of platform cpu"):
         devices.find_devices(9)
+
+
+def test_more_virtual_devices_than_xla_runs_are_refused_and_never_made(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "")
+    devices.ask_for_virtual_devices(9999)
+    assert os.environ["XLA_FLAGS"] == "--xla_force_host_platform_device_count=2048"
+    with pytest.raises(ArgumentError, match="9999 devices are asked for, and XLA runs at most 2048 virtual CPU devices"):
+        devices.find_devices(9999)
