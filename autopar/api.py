@@ -337,7 +337,7 @@ def parallelize(
             mesh or are the way to fit the memory; with `mesh_shape` it is one, or one per shape of a list.
         schedule: the order of work in a pipeline: `"gpipe"`, `"1f1b"`, `"eager-1f1b"`, `"interleaved"`, `"zb-h1"` or
             `"inference"`; `"auto"` compares 1F1B, eager 1F1B, ZB-H1 and interleaved.
-        virtual_stages: stages per mesh, for the interleaved schedule; `"auto"` compares 2 and 4.
+        virtual_stages: stages per mesh, for schedules interleaved, gpipe and inference; `"auto"` compares 2 and 4.
         recompute: `"layer"` repeats the forward work of each layer in the backward pass, one layer after the other, with the same
             results, so that less is kept in memory. `"named"` keeps the values that `jax.ad_checkpoint.checkpoint_name` names.
             `"none"` repeats nothing. `"auto"` repeats as much as has to be for the rest to fit, where nothing else does, and on

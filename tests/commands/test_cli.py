@@ -11,7 +11,7 @@ import autopar
 from autopar.commands import parser
 from autopar.explain import explain
 from autopar.plan import Plan
-from autopar.schedules.schedules import SCHEDULES
+from autopar.schedules.schedules import NAMED_SCHEDULES, SCHEDULES
 from tests.commands.command_line import SMALL, planned, run, start
 
 # --- plan and show ----------------------------------------------------------------------------------------------------
@@ -243,6 +243,12 @@ def test_a_pipe_that_is_closed_early_gives_no_traceback(tmp_path):
         ),
         ("plan mlp --devices 1 --stages 2", "2 stages need a device each, and there is 1 device: use more devices or"),
         ("plan mlp --devices 3 --stages 4", "4 stages need a device each, and there are 3 devices: use more devices"),
+        (
+            "plan mlp --zero 3 --data-parallel",
+            "--data-parallel keeps the whole state on each device, and --zero 3 splits it: give only one",
+        ),
+        ("train mlp --zero 1 --data-parallel", "--zero 1 splits it: give only one"),
+        ("rank mlp --clusters cpu --zero 1 --data-parallel", "--zero 1 splits it: give only one"),
         ("plan gpt --zero 4", "argument --zero: invalid choice: 4"),
         ("plan gpt --constraint state/w", "'state/w' is not GLOB=SPEC; SPEC is, for each dimension, an axis"),
         ("plan mlp --constraint nosuch/*=x", "constraint 'nosuch/*' matches no leaf of the step's arguments"),
@@ -353,6 +359,14 @@ def test_help_and_version_go_to_standard_output_with_status_0(command, words, ca
         run(*command.split())
     assert stopped.value.code == 0
     assert words in capsys.readouterr().out
+
+
+def test_the_help_names_all_schedules_that_run_several_stages_on_a_mesh(capsys):
+    with pytest.raises(SystemExit):
+        run("plan", "mlp", "--help")
+    said = " ".join(capsys.readouterr().out.split()).rpartition("--virtual-stages N")[2].partition(";")[0]
+    several = {name for name, one in NAMED_SCHEDULES.items() if one.chunks != "one"}
+    assert {name for name in SCHEDULES if name in said} == several
 
 
 def test_every_public_name_is_there_when_it_is_used_and_others_are_told():

@@ -29,8 +29,18 @@ def check_folder(path: Path | None) -> None:
         raise ArgumentError(f"cannot write {path}: there is no folder {path.parent}")
 
 
+def check_planning(options: argparse.Namespace) -> None:
+    """ArgumentError if wishes for a plan contradict each other."""
+    if options.data_parallel and options.zero:
+        raise ArgumentError(
+            f"--data-parallel keeps the whole state on each device, and --zero {options.zero} splits it: give only one; both "
+            "split the batch over all devices"
+        )
+
+
 def check_train(options: argparse.Namespace) -> None:
     """ArgumentError if what `train` is to keep cannot be written, or the recorded step is not made."""
+    check_planning(options)
     check_folder(options.timeline)
     if options.timeline is not None and options.steps < RECORDED_STEP:
         raise ArgumentError(f"--timeline looks into step {RECORDED_STEP}, and --steps is {options.steps}: give more")

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from autopar.commands.arguments import values
-from autopar.commands.arguments.checks import check_readable
+from autopar.commands.arguments.checks import check_planning, check_readable
 from autopar.commands.parsers.planning import add_planning
 from autopar.commands.parsers.printed import add_json
 from autopar.commands.parsers.sizes import TRAINED_HELP
@@ -46,6 +46,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(options: argparse.Namespace) -> None:
+    check_planning(options)
     if options.plan is None:
         return
     check_readable(options.plan)

@@ -154,5 +154,5 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
         "--virtual-stages",
         type=values.positive,
         metavar="N",
-        help="stages per mesh, for the interleaved schedule; default: as many as are fastest",
+        help="stages per mesh, for the schedules interleaved, gpipe and inference; default: as many as are fastest",
     )

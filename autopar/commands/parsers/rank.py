@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from autopar.commands.arguments import values
+from autopar.commands.arguments.checks import check_planning
 from autopar.commands.parsers.planning import add_planning
 from autopar.commands.parsers.printed import add_json
 from autopar.commands.parsers.sizes import STEPS_HELP
@@ -38,5 +39,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(options: argparse.Namespace) -> None:
+    check_planning(options)
     if options.devices is not None and options.nodes is not None:
         raise ArgumentError("--devices and --nodes say the same in two ways: give only one")
