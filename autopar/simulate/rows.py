@@ -84,6 +84,10 @@ def read_table(path: Path) -> list[Row | RowError]:
         raise ArgumentError(f"{path} is not a CSV table: {error}") from None
     if not header or not records:
         raise ArgumentError(f"{path} has no rows: the first line names the columns, each further line is a run")
+    names = {name.strip() for name in header if name}
+    missing = [column for column in NEEDED if column not in names]
+    if missing:
+        raise ArgumentError(f"{path} is not a table of runs: its first line lacks {_describe_missing(missing, names)}")
     return [_row_or_error(number, record) for number, record in enumerate(records, start=1)]
 
 
@@ -99,9 +103,9 @@ def _row_or_error(number: int, record: Mapping[str | None, str | list[str] | Non
 
 
 def _row(number: int, cells: Mapping[str, str]) -> Row:
-    missing = [column for column in NEEDED if column not in cells]
-    if missing:
-        raise RowError(_join_problems((column, f"is missing: add it{_near(column, cells)}") for column in missing))
+    short = [column for column in NEEDED if column not in cells]
+    if short:
+        raise RowError(f"has fewer cells than the first line names columns: {', '.join(short)} are not there")
     family = cells["family"].lower()
     if family not in FAMILIES:
         raise RowError(_join_problems([("family", f"is {cells['family']!r}: use one of {', '.join(FAMILIES)}")]))
@@ -145,9 +149,17 @@ def _join_problems(found: Iterable[tuple[str, str]]) -> str:
     return "; ".join(f"column {column!r} {text}" for column, text in found)
 
 
-def _near(column: str, cells: Mapping[str, str]) -> str:
-    close = [name for name in difflib.get_close_matches(column, cells, n=1) if name not in NEEDED]
-    return f", or rename {close[0]!r}" if close else ""
+def _describe_missing(missing: Sequence[str], names: Iterable[str]) -> str:
+    """Columns that a table lacks, and those of its own that may be meant for them."""
+    what = f"{len(missing)} of the {len(NEEDED)} columns that it needs: {', '.join(missing)}"
+    near = ((_near(column, names), column) for column in missing)
+    hints = "".join(f"; {name!r} may be meant for {column!r}: rename it" for name, column in near if name)
+    return f"{what if len(missing) > 1 else f'the column {missing[0]!r}'}{hints}"
+
+
+def _near(column: str, names: Iterable[str]) -> str | None:
+    """A column's name that is none of those that are needed, and may be meant for one; None if there is none."""
+    return next((name for name in difflib.get_close_matches(column, names, n=1) if name not in NEEDED), None)
 
 
 def _cluster(reader: _Cells) -> Cluster:

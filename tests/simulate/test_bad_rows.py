@@ -217,17 +217,32 @@ def test_more_devices_than_the_cluster_joins_are_an_error_of_the_row(tmp_path, c
 
 
 @pytest.mark.parametrize("column", NEEDED)
-def test_a_missing_column_is_named_in_every_row(column, tmp_path, capsys):
-    rows = table(tmp_path / "rows.csv", {key: value for key, value in GOOD.items() if key != column})
-    status, found, errors = json_of(["--table", str(rows)], capsys)
-    assert (status, found["rows"]) == (1, [])
-    assert f"row 1 (good): column '{column}' is missing: add it" in errors
+def test_a_missing_column_is_named_once(column, tmp_path, capsys):
+    rows = table(tmp_path / "rows.csv", *[{key: value for key, value in GOOD.items() if key != column}] * 2)
+    assert main(["simulate", "--table", str(rows)]) == 2
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == errors.count(" lacks ") == 1
+    assert f"rows.csv is not a table of runs: its first line lacks the column {column!r}" in errors
 
 
 def test_a_renamed_column_is_recognised(tmp_path, capsys):
     rows = table(tmp_path / "rows.csv", {{"hidden": "hiden"}.get(key, key): value for key, value in GOOD.items()})
-    _, _, errors = json_of(["--table", str(rows)], capsys)
-    assert "column 'hidden' is missing: add it, or rename 'hiden'" in errors
+    with pytest.raises(ArgumentError, match="lacks the column 'hidden'; 'hiden' may be meant for 'hidden': rename it"):
+        read_table(rows)
+
+
+def test_a_file_of_another_kind_is_told_in_one_line_with_all_columns_that_it_lacks(tmp_path, capsys):
+    (tmp_path / "step.py").write_text("import jax\n\ndef step(state, batch):\n    return state, {'loss': 1, 'a': 2}\n")
+    assert main(["simulate", "--table", str(tmp_path / "step.py")]) == 2
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == 1
+    assert "step.py is not a table of runs: its first line lacks 21 of the 21 columns that it needs: cluster, devices," in errors
+
+
+def test_a_line_with_too_few_cells_is_an_error_of_its_row(tmp_path):
+    path = table(tmp_path / "rows.csv", GOOD)
+    path.write_text(path.read_text(encoding="utf-8") + "short,dgx-h100\n", encoding="utf-8")
+    assert "has fewer cells than the first line names columns" in str(read_table(path)[1])
 
 
 def test_several_faults_of_a_row_are_told_together(tmp_path, capsys):
