@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 FORMAT = "autopar-cluster-1"
+_OF_A_PLAN = "fingerprint"
+"""A name that the file of a plan has, and that of a cluster has not."""
 Fields: TypeAlias = Mapping[str, Any]
 """JSON that the schema has checked: the names are the parameters of the dataclasses, the values of their types."""
 
@@ -42,6 +44,10 @@ def load_cluster(path: str | Path) -> Cluster:
         fields = parse_json(text)
     except JsonError as error:
         raise ClusterFileError(f"cluster file {path}: {error}") from None
+    if isinstance(fields, dict) and _OF_A_PLAN in fields:
+        raise ClusterFileError(
+            f"cluster file {path}: this is a plan, not a cluster file; `python -m autopar calibrate -o FILE` writes one"
+        )
     return cluster_from_json(fields, origin=str(path))
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import jax.numpy as jnp
 
+from autopar.cost_model.cluster_files import FORMAT as CLUSTER_FORMAT
 from autopar.cost_model.json_files import shown
 from autopar.errors import PlanError
 from autopar.files.checked import PLAN_SCHEMA, Fields, check_fields, load_text
@@ -32,6 +33,8 @@ def is_pipeline(value: object) -> bool:
 def load_plan(text: str) -> Fields:
     """The JSON of a plan of either kind. Raises PlanError."""
     value = load_text(text, "a plan")
+    if isinstance(value, dict) and value.get("format") == CLUSTER_FORMAT:
+        raise PlanError("this is a cluster file, which --cluster takes, not a plan")
     if not isinstance(value, dict) or "version" not in value:
         raise PlanError("not a plan: a JSON object with a 'version' is expected")
     if value["version"] != VERSION:

@@ -324,6 +324,11 @@ def test_a_file_that_is_no_plan_is_told(text, words, tmp_path, capsys):
     assert words in capsys.readouterr().err
 
 
+def test_a_cluster_file_in_place_of_a_plan_is_told_as_what_it_is(capsys):
+    assert run("show", Path(__file__).parents[2] / "cost_model" / "clusters" / "dgx-h100.json") == 2
+    assert "dgx-h100.json: this is a cluster file, which --cluster takes, not a plan; `autopar plan" in capsys.readouterr().err
+
+
 def test_a_plan_with_a_damaged_part_is_told(tmp_path, capsys):
     fields = json.loads(planned(tmp_path).to_json())
     del fields["inputs"][0]["shape"]

@@ -303,3 +303,9 @@ def test_a_device_sends_to_another_node_over_its_own_port():
 def test_a_pair_of_single_devices_has_its_link_alone():
     machine = Cluster.uniform((1e-6,), (2e-9,))
     assert machine.transfer_s(1000, source=range(1), target=range(1, 2)) == pytest.approx(1e-6 + 2e-6)
+
+
+def test_a_plan_in_place_of_a_cluster_file_is_told_as_what_it_is(tmp_path):
+    (tmp_path / "plan.json").write_text('{"fingerprint": "0", "version": 2, "inputs": []}')
+    with pytest.raises(ClusterFileError, match=r"plan.json: this is a plan, not a cluster file; `python -m autopar calib"):
+        load_cluster(tmp_path / "plan.json")
