@@ -8,8 +8,10 @@ killed process, has the old content or all of the new one. What can go wrong: OS
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
+import tempfile
 from pathlib import Path
 
 from autopar.errors import ArgumentError
@@ -52,7 +54,33 @@ def save(path: Path, text: str) -> None:
         raise ArgumentError(why_not_written(path, error)) from None
 
 
+def check_writable(path: Path) -> None:
+    """Raise ArgumentError if `save` could not write a file now. This leaves nothing behind."""
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not is_stream(path):
+            check_room(path.resolve().parent)
+    except OSError as error:
+        raise ArgumentError(why_not_written(path, error)) from None
+
+
+def check_room(folder: Path) -> None:
+    """Raise OSError if no file can be made in a folder, by making one there, which is gone at once."""
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+
+
 def why_not_written(path: Path, error: OSError) -> str:
     """What happened to a file that could not be written, and what to do, in words for a user."""
     kept = "; the file that was there is as it was" if path.is_file() else ""
-    return f"cannot write {path}: {error.strerror or error}{kept}. Make room there, or name a file elsewhere"
+    why, advice = error.strerror or str(error), "Name a file elsewhere"
+    if path.is_dir():
+        why, advice = "it is a folder", "Name a file in it"
+    elif error.errno == errno.ENOENT and not path.parent.exists():
+        why, advice = f"there is no folder {path.parent}", "Make it, or name a file elsewhere"
+    elif error.errno == errno.ENOENT:
+        why = f"no file can be made in {path.parent}"
+    elif error.errno in (errno.ENOSPC, errno.EDQUOT):
+        advice = "Make room there, or name a file elsewhere"
+    return f"cannot write {path}: {why}{kept}. {advice}"

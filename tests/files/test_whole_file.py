@@ -13,7 +13,7 @@ import pytest
 from autopar import ArgumentError, AutoparWarning
 from autopar.files import loss_log
 from autopar.files.loss_log import LossLog
-from autopar.files.whole_file import save, write_whole
+from autopar.files.whole_file import check_writable, save, write_whole
 from tests.commands.command_line import SMALL, run
 from tests.unwritable import unwritable
 
@@ -94,11 +94,27 @@ def test_a_folder_that_is_read_only_keeps_its_file_and_is_named(capsys):
             assert write_plan(file) == 2
         assert capsys.readouterr().err == (
             f"autopar: cannot write {file}: Permission denied; the file that was there is as it was. "
-            "Make room there, or name a file elsewhere\n"
+            "Name a file elsewhere\n"
         )
         with unwritable(Path(name)), pytest.raises(ArgumentError, match="Permission denied"):
             save(Path(name) / "another", "text")
         assert [(path.name, path.read_text()) for path in Path(name).iterdir()] == [("plan.json", "a good file")]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nosuch/page.html", r"there is no folder nosuch\. Make it, or name a file elsewhere"),
+        (".", r"cannot write \.: it is a folder\. Name a file in it"),
+        ("/proc/page.html", r"no file can be made in /proc\. Name a file elsewhere"),
+    ],
+)
+def test_where_no_file_can_be_the_advice_fits_and_a_look_ahead_says_the_same(name, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for write in (check_writable, lambda path: save(path, "text")):
+        with pytest.raises(ArgumentError, match=words):
+            write(Path(name))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_nothing_of_autopar_writes_to_a_file_in_another_way():
@@ -168,7 +184,7 @@ def test_training_ends_well_if_the_disk_is_full_meanwhile(tmp_path, monkeypatch,
 
 def test_a_log_that_cannot_be_begun_is_refused_before_the_run(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ArgumentError, match=r"cannot write .*: Not a directory\. Make room there"):
+    with pytest.raises(ArgumentError, match=r"cannot write .*: Not a directory\. Name a file elsewhere"):
         LossLog(tmp_path / "file" / "log.csv")
 
 

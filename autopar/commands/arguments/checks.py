@@ -7,9 +7,11 @@ for that.
 from __future__ import annotations
 
 import argparse
+import errno
 from pathlib import Path
 
 from autopar.errors import ArgumentError
+from autopar.files import whole_file
 
 RECORDED_STEP = 2
 """The step that `train --timeline` looks into: XLA compiles in the first."""
@@ -23,10 +25,11 @@ def check_readable(path: Path) -> None:
         raise ArgumentError(f"cannot read {path}: {error.strerror}") from None
 
 
-def check_folder(path: Path | None) -> None:
-    """ArgumentError if the folder of a file to be written does not exist; None is no file."""
-    if path is not None and not path.parent.is_dir():
-        raise ArgumentError(f"cannot write {path}: there is no folder {path.parent}")
+def check_writable(*paths: Path | None) -> None:
+    """ArgumentError if one of the files cannot be written; None is no file."""
+    for path in paths:
+        if path is not None:
+            whole_file.check_writable(path)
 
 
 def check_planning(options: argparse.Namespace) -> None:
@@ -41,7 +44,7 @@ def check_planning(options: argparse.Namespace) -> None:
 def check_train(options: argparse.Namespace) -> None:
     """ArgumentError if what `train` is to keep cannot be written, or the recorded step is not made."""
     check_planning(options)
-    check_folder(options.timeline)
+    check_writable(options.timeline, options.log)
     if options.timeline is not None and options.steps < RECORDED_STEP:
         raise ArgumentError(f"--timeline looks into step {RECORDED_STEP}, and --steps is {options.steps}: give more")
     if options.save_every is not None or options.resume:
@@ -49,12 +52,20 @@ def check_train(options: argparse.Namespace) -> None:
 
 
 def _check_checkpoints(folder: Path) -> None:
-    """ArgumentError if it is a file, or would need more than one new folder."""
+    """ArgumentError if it is a file, would need more than one new folder, or cannot be written to."""
     folder = folder.expanduser()
     if folder.exists() and not folder.is_dir():
         raise ArgumentError(f"--checkpoints {folder} is a file: name a folder")
     if not folder.absolute().parent.is_dir():
         raise ArgumentError(f"--checkpoints {folder}: there is no folder {folder.absolute().parent} to make it in")
+    place = folder if folder.exists() else folder.absolute().parent
+    try:
+        whole_file.check_room(place)
+    except OSError as error:
+        why = "" if error.errno == errno.ENOENT else f" ({error.strerror})"
+        raise ArgumentError(
+            f"--checkpoints {folder}: no file can be made in {place}{why}; name a folder elsewhere"
+        ) from None
 
 
 def check_simulate(options: argparse.Namespace) -> None:
@@ -69,5 +80,5 @@ def check_simulate(options: argparse.Namespace) -> None:
         raise ArgumentError("--plan needs --cluster: the name of a preset, or the path of a cluster file")
     if options.plan is not None and options.csv is not None:
         raise ArgumentError("--csv goes with --table; for a plan use --json")
-    check_folder(options.csv)
+    check_writable(options.csv)
     check_readable(options.plan if options.table is None else options.table)

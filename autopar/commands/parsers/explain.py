@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from autopar.commands.arguments.checks import check_folder, check_readable
+from autopar.commands.arguments.checks import check_readable, check_writable
 from autopar.commands.parsers.printed import add_json
 
 HELP = (
@@ -39,4 +39,4 @@ def add_report(parser: argparse.ArgumentParser) -> None:
 
 def _check(options: argparse.Namespace) -> None:
     check_readable(options.file)
-    check_folder(options.html)
+    check_writable(options.html)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from autopar.commands.arguments.checks import check_folder, check_planning
+from autopar.commands.arguments.checks import check_planning, check_writable
 from autopar.commands.parsers.explain import add_report
 from autopar.commands.parsers.planning import add_planning
 from autopar.commands.parsers.printed import add_json
@@ -49,5 +49,4 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def _check(options: argparse.Namespace) -> None:
     check_planning(options)
-    check_folder(options.output)
-    check_folder(options.html)
+    check_writable(options.output, options.html)

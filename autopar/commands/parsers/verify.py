@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from autopar.commands.arguments.checks import check_folder, check_planning
+from autopar.commands.arguments.checks import check_planning, check_writable
 from autopar.commands.parsers.planning import add_planning
 from autopar.commands.parsers.printed import add_json
 from autopar.commands.parsers.sizes import STEPS_HELP
@@ -44,6 +44,4 @@ def _check(options: argparse.Namespace) -> None:
     check_planning(options)
     if options.values and options.compile_for is not None:
         raise ArgumentError("--values runs the step, and nothing runs on devices that are only compiled for")
-    check_folder(options.hlo)
-    check_folder(options.program)
-    check_folder(options.html)
+    check_writable(options.hlo, options.program, options.html)

@@ -134,6 +134,9 @@ def test_a_timeline_of_one_mesh_has_its_operations(capsys, tmp_path):
         (["--checkpoints", "file", "--save-every", "1"], "--checkpoints file is a file: name a folder"),
         (["--checkpoints", "file", "--resume"], "--checkpoints file is a file: name a folder"),
         (["--checkpoints", "nosuch/kept", "--save-every", "1"], "--checkpoints nosuch/kept: there is no folder"),
+        (["--checkpoints", "/proc/kept", "--save-every", "1"], "no file can be made in /proc; name a folder elsewhere"),
+        (["--log", "nosuch/log.csv"], "cannot write nosuch/log.csv: there is no folder nosuch"),
+        (["--log", "/proc/log.csv"], "cannot write /proc/log.csv: no file can be made in /proc"),
         (["--checkpoints", "old", "--save-every", "1"], "old has checkpoints, of step 3 the last"),
     ],
 )
