@@ -109,7 +109,7 @@ def test_a_preset_is_one_wish_and_the_command_line_names_its_flag():
     assert [in_flags(one) for one in words] == [
         "without --zero 2",
         "--mesh 2,4",
-        "--memory-limit 2000 (2.0 KiB per device)",
+        "--memory-limit 2KiB (2.0 KiB per device)",
         "--devices 8",
     ]
     assert in_flags("data_parallel()") == "--data-parallel"

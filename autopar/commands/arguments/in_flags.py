@@ -6,6 +6,7 @@ In: a sentence, such as an error's. Out: the same with `--data-parallel` for `da
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 
@@ -26,7 +27,10 @@ def _mesh(found: re.Match[str]) -> str:
 
 
 def _bytes(found: re.Match[str]) -> str:
-    return f"--memory-limit {found[1].replace('_', '')}"
+    """The limit as people write it, rounded up, as a plan needs all of it."""
+    count = int(found[1].replace("_", ""))
+    unit, size = ("MiB", 2**20) if count >= 2**20 else ("KiB", 2**10)
+    return f"--memory-limit {math.ceil(count / size)}{unit}"
 
 
 def _list(found: re.Match[str]) -> str:
