@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 from typing import NoReturn
 
 import autopar
@@ -29,7 +30,14 @@ class _Parser(argparse.ArgumentParser):
                 f", which is {', '.join(MODELS)}, or module:function for a step of your own, as in "
                 f"`{self.prog} {'plan.json ' * _takes_file(self.prog.split()[-1])}gpt`: {about}"
             )
-        raise ArgumentError(f"{message} (see {self.prog} --help)")
+        raise ArgumentError(f"{message}{_nearest_choice(message)} (see {self.prog} --help)")
+
+
+def _nearest_choice(message: str) -> str:
+    """What may be meant by a word that is none of those that argparse lists, if one is like it."""
+    found = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)$", message)
+    close = difflib.get_close_matches(found[1], re.findall(r"[\w-]+", found[2]), n=1) if found else []
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 _OF_A_STEP = ("--leaf", "--conflict", "--classic", "--what-if")
@@ -40,6 +48,7 @@ def read(argv: list[str]) -> argparse.Namespace:
     """Read the options of a command line; ArgumentError says what cannot be used."""
     explained = len(argv) > 1 and argv[0] == "explain" and values.is_model(argv[1])
     argv = ["plan", *argv[1:]] if explained else argv
+    argv = _join_negative(argv)
     model = _find_model(argv)
     _check_order(argv)
     parser = _make_parser(model)
@@ -50,6 +59,24 @@ def read(argv: list[str]) -> argparse.Namespace:
     sizes = {name.removeprefix("size_"): value for name, value in vars(options).items() if name.startswith("size_")}
     options.sizes = {**getattr(options, "published", {}), **sizes}
     return options
+
+
+def _join_negative(argv: list[str]) -> list[str]:
+    """Write --memory-limit -1GB as --memory-limit=-1GB: argparse takes -1GB for a flag, and says that there is no argument.
+
+    The arguments of a script that is launched are its own.
+    """
+    joined: list[str] = []
+    for word in argv:
+        if joined and argv[0] != "launch" and _is_value(word) and re.fullmatch(r"--[a-z-]+", joined[-1]):
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
+
+
+def _is_value(word: str) -> bool:
+    return re.match(r"-\.?\d", word) is not None
 
 
 def _describe_unknown(word: str, options: argparse.Namespace, model: str | None) -> str:

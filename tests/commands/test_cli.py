@@ -171,6 +171,7 @@ def test_a_pipe_that_is_closed_early_gives_no_traceback(tmp_path):
     [
         ("", "the following arguments are required: COMMAND (see autopar --help)"),
         ("plam gpt", "invalid choice: 'plam'"),
+        ("pln gpt", "; did you mean plan? (see autopar --help)"),
         (
             "plan",
             "required: MODEL, which is mlp, gpt, gpt_scan, moe, wide_resnet, bert, t5, llama, unet, densenet, or module:f",
@@ -181,7 +182,7 @@ def test_a_pipe_that_is_closed_early_gives_no_traceback(tmp_path):
         ),
         (
             "plan gtp",
-            "no model 'gtp': the models are mlp, gpt, gpt_scan, moe, wide_resnet, bert, t5, llama, unet, "
+            "no model 'gtp'; did you mean gpt? The models are mlp, gpt, gpt_scan, moe, wide_resnet, bert, t5, llama, unet, "
             "densenet; for a step",
         ),
         ("plan gpt --layer 2", "plan gpt has no argument '--layer'; did you mean --layers?"),
@@ -198,7 +199,7 @@ def test_a_pipe_that_is_closed_early_gives_no_traceback(tmp_path):
         ),
         ("plan mlp --size 1B", "plan mlp has no argument '--size'; "),
         ("plan mlp --sgd --optimizer lion", "sgd is set and optimizer is 'lion': give only one"),
-        ("plan mlp --optimizer adm", "argument --optimizer: invalid choice: 'adm'"),
+        ("plan mlp --optimizer adm", "did you mean adam? (see autopar plan --help)"),
         ("plan mlp --nodes 2", "--nodes needs --cluster, which says how many devices a machine has; or give --devices"),
         ("plan mlp --nodes 2 --cluster cpu", "cluster cpu joins any number of devices and has no machines to count"),
         (
@@ -218,6 +219,8 @@ def test_a_pipe_that_is_closed_early_gives_no_traceback(tmp_path):
             "plan gpt --memory-limit 16XB",
             "argument --memory-limit: '16XB' is not a size; write a number and one of B, KB",
         ),
+        ("plan gpt --memory-limit -1GB", "argument --memory-limit: '-1GB' is not a size; write a number and one of B"),
+        ("train mlp --seed -1x", "argument --seed: invalid int value: '-1x'"),
         (
             "plan gpt --mesh 2,4 --devices 4",
             "--mesh has 8 devices and --devices is 4: make them agree, or give only one",

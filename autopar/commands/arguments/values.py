@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import math
 import re
 from collections.abc import Callable
@@ -35,8 +36,10 @@ def model_entry(name: str) -> ModelEntry:
     from autopar.models import MODELS
 
     if name not in MODELS:
+        close = difflib.get_close_matches(name, MODELS, n=1)
+        nearest = f"; did you mean {close[0]}? The" if close else ": the"
         raise ArgumentError(
-            f"no model {name!r}: the models are {', '.join(MODELS)}; for a step of your own give module:function"
+            f"no model {name!r}{nearest} models are {', '.join(MODELS)}; for a step of your own give module:function"
         )
     return MODELS[name]
 
@@ -68,9 +71,23 @@ def mesh_shape(text: str) -> MeshShape:
     names = dict.fromkeys(part[1] for part in parts if part and part[1])
     if len(sizes) != len(parts) or len(names) not in (0, len(parts)):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a mesh; write the sizes of its axes, such as 2,4, or with names, such as data=2,model=4"
+            f"{text!r} is not a mesh{_why_no_mesh(text)}; write the sizes of its axes, such as 2,4, or with names, such as "
+            "data=2,model=4"
         )
     return dict(zip(names, sizes, strict=True)) if names else tuple(sizes)
+
+
+def _why_no_mesh(text: str) -> str:
+    """What is wrong with the sizes or the names of a mesh, if it has any."""
+    names, sizes = zip(*(part.replace(" ", "").rpartition("=")[::2] for part in text.split(",")), strict=True)
+    if not all(re.fullmatch(r"-?\d+", size) for size in sizes):
+        return ""
+    if any(int(size) < 1 for size in sizes):
+        return ", as each axis has at least one device"
+    named = [name for name in names if name]
+    if len(set(named)) < len(named):
+        return ", as each axis has a name of its own"
+    return ", as either all axes have names or none" if 0 < len(named) < len(names) else ""
 
 
 def mesh_shapes(text: str) -> tuple[MeshShape, ...]:
