@@ -198,7 +198,8 @@ class MeshComparison:
         """Bound meshes, and plan those that their bounds do not rule out, side by side."""
         started = time.perf_counter()
         self._untouched.difference_update(meshes)
-        report(Progress(at=f"mesh {' and '.join(str(mesh.shape) for mesh in meshes)}"))
+        if meshes:
+            report(Progress(at=f"mesh {' and '.join(str(mesh.shape) for mesh in meshes)}"))
         found = run_side_by_side(
             [functools.partial(self._search, mesh) for mesh in meshes],
             processes=self.request.processes,

@@ -21,6 +21,7 @@ from autopar.intra_op.shared_search import Beaten, SharedSearch
 from autopar.intra_op.tuning import Tuning
 from autopar.intra_op.worth import Worth
 from autopar.layouts.mesh import LogicalMesh
+from autopar.progress import listening
 from autopar.solver.budget import SECONDS_PER_UNIT, Budget, LateError
 from tests.inter_op.test_search import arguments, request_on, traced_step, two_nodes
 
@@ -257,6 +258,13 @@ def test_where_time_is_short_a_mesh_is_left_for_its_own_axes_and_not_for_those_o
     comparison.run()
     assert looked == [(8,), (2, 4), (4, 2)]
     assert [mesh.shape for mesh in comparison.not_compared] == [(2, 2, 2)]
+
+
+def test_where_all_meshes_are_ruled_out_none_is_said_to_be_looked_at():
+    heard, comparison = [], MeshComparison(*question(), SharedSearch(best_s=1.0))
+    with listening(heard.append):
+        comparison._look_at(())
+    assert [progress.at for progress in heard if progress.at is not None] == []
 
 
 class CountedClock(Budget):
