@@ -33,6 +33,7 @@ class Progress:
         bound_s: seconds per step that no plan can beat.
         seconds_left: until planning ends at the latest; infinite without a limit.
         at: what of the phase is being done, such as `mesh (2, 4)`.
+        search: which of several searches this is, in words, such as `ZeRO-2, 2 of 5`.
         stopping: that planning was asked to end, in words.
     """
 
@@ -44,10 +45,13 @@ class Progress:
     bound_s: float | None = None
     seconds_left: float | None = None
     at: str | None = None
+    search: str | None = None
     stopping: str | None = None
 
     def after(self, before: Progress) -> Progress:
-        """All that is known after both reports; a new phase begins with no `at`."""
+        """All that is known after both reports; a new phase begins with no `at`, and another search with nothing."""
+        if self.search not in (None, before.search):
+            before = Progress(stopping=before.stopping)
         known = {name: value for name, value in _fields(self).items() if value is not None}
         since = dataclasses.replace(before, at=None) if self.phase not in (None, before.phase) else before
         return dataclasses.replace(since, **known)
@@ -55,7 +59,7 @@ class Progress:
     def __str__(self) -> str:
         """The report as one line of a log."""
         named = _fields(self)
-        words = [str(named.pop("phase") or ""), str(named.pop("at") or "")]
+        words = [str(named.pop(name) or "") for name in ("search", "phase", "at")]
         figures = [f"{name} {value:.6g}" for name, value in named.items() if isinstance(value, int | float)]
         return ": ".join(filter(None, [", ".join(filter(None, words)), ", ".join(figures)]))
 
@@ -101,6 +105,11 @@ def tell(progress: Progress) -> None:
 def enter(phase: str) -> None:
     """Say that a phase begins."""
     report(Progress(phase=phase), is_news=True)
+
+
+def begin_search(words: str) -> None:
+    """Say that one of several searches begins, and which."""
+    report(Progress(search=words), is_news=True)
 
 
 def _fields(progress: Progress) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Progress reaches its listeners and the log, and what it leaves out stays as it was."""
 
+import dataclasses
 import logging
 import os
 
@@ -35,6 +36,14 @@ def test_what_a_report_leaves_out_is_as_before_and_a_new_phase_is_nowhere_yet():
     assert Progress(bounded=5).after(before) == Progress(phase="planning", at="mesh (8,)", bounded=5, best_s=0.5)
     assert Progress(phase="planning", best_s=0.4).after(before).at == "mesh (8,)"
     assert Progress(phase="compiling").after(before) == Progress(phase="compiling", bounded=4, best_s=0.5)
+
+
+def test_of_another_search_nothing_is_known_yet_but_that_planning_is_to_end():
+    before = Progress(phase="planning", at="mesh (8,)", best_s=0.5, search="ZeRO-2, 2 of 5", stopping="stopping")
+    assert Progress(phase="planning").after(before).search == "ZeRO-2, 2 of 5"
+    third = Progress(search="ZeRO-3, 3 of 5")
+    assert third.after(before) == Progress(search="ZeRO-3, 3 of 5", stopping="stopping")
+    assert str(dataclasses.replace(third, phase="planning")) == "ZeRO-3, 3 of 5, planning"
 
 
 def test_the_log_has_phases_and_better_plans_as_info_and_the_rest_as_debug(caplog):

@@ -19,7 +19,7 @@ from autopar.layouts.mesh import LogicalMesh
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
 from autopar.settings import Settings, choose_cluster, count_devices
-from autopar.why.priced import PricedPlan, asked_of, price, priced_table, table_text
+from autopar.why.priced import PricedPlan, asked_of, price_each, priced_table, table_text
 
 _THE_SAME_EXAMPLES = Rule(glob="*", layout=SplitBatch(()), role="batch")
 
@@ -52,7 +52,7 @@ class Classic:
 def classic(plan: Plan | PipelinePlan, asked: tuple[object, object] | None) -> Classic:
     """Plan the classic plans of a plan's step. Raises PlanError if the plan knows no step."""
     settings, traced = asked_of(asked)
-    return Classic(plan, tuple(price(name, way, traced) for name, way in classic_ways(settings)))
+    return Classic(plan, price_each(classic_ways(settings), traced))
 
 
 def classic_ways(settings: Settings) -> Iterator[tuple[str, Settings]]:

@@ -21,6 +21,7 @@ from autopar.layouts.mesh import LogicalMesh
 from autopar.layouts.moves import all_layouts
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan, Spec, ValuePlan
+from autopar.progress import begin_search
 from autopar.why.added import SAME, Added, added_text, additions, not_waited_for
 from autopar.why.question import Question
 
@@ -79,7 +80,10 @@ def why_leaf(question: Question, path: str) -> LeafAnswer:
     open_ = sorted(
         (spec for spec in dict.fromkeys(specs) if spec != leaf.spec), key=lambda spec: _distance(spec, leaf.spec)
     )
-    found = [_price(question, leaf, spec) for spec in open_[:MOST_TRIED]]
+    found = []
+    for number, spec in enumerate(open_[:MOST_TRIED], 1):
+        begin_search(f"layout {layout_text(spec)}, {number} of {min(len(open_), MOST_TRIED)}")
+        found.append(_price(question, leaf, spec))
     others = sorted(found, key=lambda one: (one.step_s is None, one.step_s or 0.0))
     return LeafAnswer(
         leaf=leaf,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -24,6 +24,7 @@ from autopar.explain.units import bytes_text, seconds_text
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
 from autopar.program.step import TracedStep
+from autopar.progress import begin_search
 from autopar.settings import Settings, start_clock
 
 FROM_A_FILE = (
@@ -62,6 +63,15 @@ def price(name: str, settings: Settings, traced: TracedStep) -> PricedPlan:
         reason = str(error).splitlines()[0].partition(": ")[0]
         return PricedPlan(name=name, step_s=None, peak_bytes=None, what=f"has no plan: {reason}")
     return PricedPlan(name=name, step_s=plan.step_s, peak_bytes=plan.peak_bytes, what=words_of(plan))
+
+
+def price_each(ways: Iterable[tuple[str, Settings]], traced: TracedStep) -> tuple[PricedPlan, ...]:
+    """Plan a step in each of several ways, one after the other, each with its name and settings."""
+    listed, rows = list(ways), []
+    for number, (name, settings) in enumerate(listed, 1):
+        begin_search(f"{name}, {number} of {len(listed)}")
+        rows.append(price(name, settings, traced))
+    return tuple(rows)
 
 
 def asked_of(asked: tuple[object, object] | None) -> tuple[Settings, TracedStep]:

@@ -16,7 +16,7 @@ from autopar.cost_model.hardware import Cluster
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
 from autopar.settings import Settings, choose_cluster, count_devices, make_request
-from autopar.why.priced import PricedPlan, asked_of, price, priced_table, table_text
+from autopar.why.priced import PricedPlan, asked_of, price_each, priced_table, table_text
 
 MORE_BYTES = 2**30
 _TIMES = 2
@@ -48,7 +48,7 @@ class WhatIf:
 def what_if(plan: Plan | PipelinePlan, asked: tuple[object, object] | None) -> WhatIf:
     """Plan a plan's step on better machines. Raises PlanError if the plan knows no step."""
     settings, traced = asked_of(asked)
-    return WhatIf(plan, tuple(price(name, better, traced) for name, better in better_machines(settings)))
+    return WhatIf(plan, price_each(better_machines(settings), traced))
 
 
 def better_machines(settings: Settings) -> Iterator[tuple[str, Settings]]:

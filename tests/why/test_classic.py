@@ -12,6 +12,7 @@ from autopar.__main__ import main
 from autopar.cost_model.hardware import preset
 from autopar.errors import PlanError
 from autopar.layouts.constraints import SplitBatch
+from autopar.progress import listening
 from autopar.why.what_if import MORE_BYTES, reached_tiers
 from tests.commands.documents import document
 
@@ -162,3 +163,12 @@ def test_the_command_line_writes_both_as_json_and_onto_the_page(capsys, tmp_path
     assert "<h2>The classic plans" in text
     assert "<h2>What a better machine would buy" in text
     assert "classic" not in document(capsys, "plan", *model, "--mesh", "2")
+
+
+@pytest.mark.parametrize("ask", ["classic", "what_if"])
+def test_each_search_for_a_plan_beside_is_told_by_its_number(plan, ask):
+    heard = []
+    with listening(heard.append):
+        rows = getattr(plan, ask)().rows
+    searches = [progress.search for progress in heard if progress.search is not None]
+    assert searches == [f"{row.name}, {number} of {len(rows)}" for number, row in enumerate(rows, 1)]

@@ -29,7 +29,7 @@ from autopar.explain import standard_output
 from autopar.explain.units import bytes_text, percent_text, seconds_text
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
-from autopar.progress import enter
+from autopar.progress import begin_search, enter
 
 NOTHING_FITS = 1
 _HOUR_S = 3600.0
@@ -111,7 +111,7 @@ class _Ranking:
         for number, (cluster, count) in enumerate(pairs, 1):
             if self._is_stopped:
                 return
-            enter(f"{count} device{'s' * (count > 1)} of {cluster}, {number} of {len(pairs)}")
+            begin_search(f"{count} device{'s' * (count > 1)} of {cluster}, {number} of {len(pairs)}")
             asked = argparse.Namespace(**{**vars(self._options), "cluster": cluster})
             self.rows.append(self._plan_on(cluster, count, asked))
 

@@ -87,7 +87,7 @@ def describe(now: Progress, *, elapsed_s: float, left_s: float = math.inf, width
         left_s: seconds until planning ends at the latest.
         width: the cells that there are.
     """
-    phase = ", ".join(filter(None, [now.stopping, now.phase or "starting", now.at]))
+    phase = ", ".join(filter(None, [now.stopping, now.search, now.phase or "starting", now.at]))
     counts = {"bounded": now.bounded, "dropped": now.dropped, "proven": now.proven}
     candidates = " / ".join(f"{count} {name}" for name, count in counts.items() if count is not None)
     best, bound = _step_text("best step", now.best_s), _step_text("bound", now.bound_s)
