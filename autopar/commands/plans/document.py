@@ -16,7 +16,7 @@ from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
 from autopar.settings import Settings, make_request
 from autopar.why.classic import Classic
-from autopar.why.report import WhyNot
+from autopar.why.report import Why, WhyNot
 from autopar.why.what_if import WhatIf
 
 
@@ -40,9 +40,9 @@ def plan_document(plan: Plan | PipelinePlan) -> dict[str, object]:
     }
 
 
-def leaf_document(plan: Plan | PipelinePlan, path: str) -> dict[str, object]:
-    """Why a leaf has its layout. Raises PlanError for a leaf that the plan does not have."""
-    return {"why": dataclasses.asdict(plan.why(path).answer)}  # type: ignore[attr-defined]
+def leaf_document(why: Why) -> dict[str, object]:
+    """Why a leaf has its layout."""
+    return {"why": dataclasses.asdict(why.answer)}
 
 
 def answers_document(answers: Mapping[str, Classic | WhatIf]) -> dict[str, object]:

@@ -11,6 +11,7 @@ import gc
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from rich.console import Console
 
@@ -39,11 +40,14 @@ from autopar.reports.report import Answer, html, show
 from autopar.why.classic import Classic
 from autopar.why.conflict import BUDGET_S
 from autopar.why.deadline import Deadline, nothing_found
+from autopar.why.report import Why
 from autopar.why.what_if import WhatIf
 
 _IN_ALL, _FOR_THE_PLAN, _FOR_PLANS = 0.95, 0.5, 0.4
 """Of the time, where what conflicts is asked for: for all searches, so that the answer is there when it is over; of that, for the
 plan, whose search is then left; and for that search by its own clock."""
+_Answers: TypeAlias = Mapping[str, Classic | WhatIf | Why]
+"""Answers about a plan, by the flag that asks."""
 NOTHING_FITS = 1
 """The exit status where no plan fits and what conflicts is printed."""
 
@@ -68,13 +72,14 @@ def plan(options: argparse.Namespace) -> int:
                 save(output, found.to_json())
     atexit.register(gc.freeze)  # or the interpreter looks for garbage in all that was planned before it ends
     console = reports(as_json=options.json)
-    answers = {name: getattr(found, name)() for name in ("classic", "what_if") if getattr(options, name)}
+    answers, asking = _ask(found, options, is_stopped=interruption.number is not None)
     with interruptible(lambda: interruption.number is None) as printing:  # a signal that comes now finds the plan
         _print(found, options, console, answers)
         for line in _notes(found, options):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
-        write_page(found, options.html, console, answers=tuple(answers.values()))
+        write_page(found, options.html, console, answers=tuple(_beside(answers).values()))
     interruption.finish()
+    asking.finish("the plan was found already; what was not answered by then is left out")
     printing.finish("the plan was found already")
     return 0
 
@@ -132,19 +137,45 @@ def _notes(found: Plan | PipelinePlan, options: argparse.Namespace) -> Iterator[
     yield from notes
 
 
-def _print(
-    found: Plan | PipelinePlan, options: argparse.Namespace, console: Console, answers: Mapping[str, Classic | WhatIf]
-) -> None:
-    """Print the plan, or why a leaf has its layout, and the other plans that are asked for."""
+def _ask(
+    found: Plan | PipelinePlan, options: argparse.Namespace, *, is_stopped: bool
+) -> tuple[_Answers, Interruption]:
+    """Answer what is asked about a plan, by its flag; a signal leaves what is not answered yet, and so does one from before.
+
+    Raises PlanError for a leaf that the plan does not have.
+    """
+    deadline, answers = Deadline(), {}
+    questions = {name: getattr(found, name) for name in ("classic", "what_if") if getattr(options, name)}
+    if options.leaf is not None:
+        questions["leaf"] = lambda: found.why(options.leaf)
+    if is_stopped:
+        deadline.stop()
+    with interruptible(deadline.stop) as asking:
+        for name, question in questions.items():
+            with live_line(options.verbose):
+                answer = deadline.run(question, math.inf)
+            if answer is not None:
+                answers[name] = answer
+    return answers, asking
+
+
+def _beside(answers: _Answers) -> dict[str, Classic | WhatIf]:
+    """Those that are other plans beside the one that was found."""
+    return {name: answer for name, answer in answers.items() if not isinstance(answer, Why)}
+
+
+def _print(found: Plan | PipelinePlan, options: argparse.Namespace, console: Console, answers: _Answers) -> None:
+    """Print the plan, or why a leaf has its layout if that is known, and the other plans that are asked for."""
+    why = answers.get("leaf")
     if options.json:
-        document = plan_document(found) if options.leaf is None else leaf_document(found, options.leaf)
-        print_json(document | answers_document(answers))
+        document = leaf_document(why) if isinstance(why, Why) else plan_document(found)
+        print_json(document | answers_document(_beside(answers)))
         return
-    if options.leaf is None:
+    if why is None:
         show(found, console, full=options.full)
     else:
-        console.print(str(found.why(options.leaf)), markup=False, highlight=False, soft_wrap=True)
-    for answer in answers.values():
+        console.print(str(why), markup=False, highlight=False, soft_wrap=True)
+    for answer in _beside(answers).values():
         console.print(f"\n{answer}", markup=False, highlight=False, soft_wrap=True)
 
 
