@@ -82,21 +82,28 @@ def why_chosen(plan: Plan | PipelinePlan) -> Iterator[str]:
     others = sorted((one for one in plan.compared if one is not chosen), key=_seconds)
     if chosen is None or not others:
         return
-    words = f"{_way_text(chosen, plan)} is the fastest of {len(plan.compared)} ways compared"
+    slower = (one for one in others if _seconds(one) >= plan.step_s)
+    nearest = next((one for one in slower if _told_from(chosen, one, plan) != _told_from(one, chosen, plan)), None)
+    words = f"{_told_from(nearest, chosen, plan)} is the fastest of {len(plan.compared)} ways compared"
     if not math.isfinite(_seconds(others[0])):
         is_memory = all(one.obstacle in ("", "memory") for one in others)
         yield f"{words}: {'nothing else fits the memory' if is_memory else 'no other one is possible'}"
         return
-    nearest = next((one for one in others if _seconds(one) >= plan.step_s), None)
     if nearest is not None and math.isfinite(_seconds(nearest)):
         sure = {"": "", "~": "an estimated ", ">": "at least "}[_doubt(nearest)]
-        words += f"; next is {_way_text(nearest, plan)}, {sure}{_slower(nearest, plan)} slower"
+        words += f"; next is {_told_from(chosen, nearest, plan)}, {sure}{_slower(nearest, plan)} slower"
     yield words
     if _seconds(others[0]) < plan.step_s:
-        yield f"{_way_text(others[0], plan)} may be faster: {_why_left(plan)}"
+        yield f"{_told_from(chosen, others[0], plan)} may be faster: {_why_left(plan)}"
     one_mesh = next((one for one in others[1:] if not one.schedule and one.step_s is not None), None)
     if one_mesh is not None and isinstance(plan, PipelinePlan):
         yield f"one mesh would take {_step_text(one_mesh)}, {_slower(one_mesh, plan)} slower: {_way_text(one_mesh, plan)}"
+
+
+def _told_from(other: Alternative | None, one: Alternative, plan: Plan | PipelinePlan) -> str:
+    """A way in words, with its stages if another one has the same words without them."""
+    is_alike = other is not None and _way_text(one, plan) == _way_text(other, plan)
+    return _way_text(one, plan, with_stages=is_alike)
 
 
 def _why_left(plan: Plan | PipelinePlan) -> str:
@@ -172,10 +179,12 @@ def _schedule_text(one: Alternative) -> str:
     return f"{one.schedule or '-'}{f' x {one.virtual_stages}' if one.virtual_stages > 1 else ''}"
 
 
-def _way_text(one: Alternative, plan: Plan | PipelinePlan) -> str:
+def _way_text(one: Alternative, plan: Plan | PipelinePlan, *, with_stages: bool = False) -> str:
     noun = "microbatch" if one.num_microbatches == 1 else "microbatches"
     schedule = f" in schedule {_schedule_text(one)}" if one.schedule else ""
     form = "" if bool(one.schedule) == isinstance(plan, PipelinePlan) else " in stages" if schedule else " on one mesh"
+    if with_stages and one.num_stages is not None:
+        form = f" in {one.num_stages} stage{'s' * (one.num_stages != 1)}"
     return f"{one.num_microbatches} {noun}{form}{schedule}{_again_text(one)}"
 
 

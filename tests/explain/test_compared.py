@@ -138,6 +138,20 @@ def test_ways_that_differ_in_the_layers_of_recomputation_alone_say_of_how_many()
     assert "backward repeats 1 layer's forward work" in text
 
 
+def test_ways_that_differ_in_their_stages_alone_are_told_by_these():
+    step_s = pipeline_of(stage_of(0), stage_of(1)).step_s
+    plan = compared(way(4, 4, "1f1b", step_s=1.5 * step_s), way(8, 4, "1f1b", estimate_s=0.5 * step_s))
+    assert (plan.num_microbatches, plan.schedule) == (4, "1f1b")
+    text = explain(plan)
+    assert (
+        "- 4 microbatches in 2 stages in schedule 1f1b is the fastest of 3 ways compared; next is 4 microbatches in 4 stages in "
+        "schedule 1f1b, 50.0% slower\n"
+    ) in text
+    assert "- 4 microbatches in 8 stages in schedule 1f1b may be faster: " in text
+    twice = compared(way(2, 4, "1f1b", step_s=1.25 * step_s), way(2, 8, "1f1b", step_s=1.5 * step_s))
+    assert "is the fastest of 3 ways compared; next is 8 microbatches in schedule 1f1b, 50.0% slower\n" in explain(twice)
+
+
 def test_one_layer_is_not_several():
     ways = [way(1, number, None, step_s=1.0) for number in (1, 2)]
     one, two = (dataclasses.replace(a, recompute=True, recomputed_layers=n) for n, a in zip((1, 2), ways, strict=True))
