@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import itertools
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
@@ -30,6 +31,8 @@ from autopar.why.added import added_text, additions
 _MOST_ROWS = 20
 """So many leaves, and so many collectives, are listed unless all are asked for."""
 _SAME = 1e-9
+_PIECE = re.compile(r"\[\d+:\d+\]$")
+"""The end of the path of a piece of a leaf."""
 _OF_NO_MODULE = "\n"
 """Part of no name: what is added is not asked of a module."""
 
@@ -53,6 +56,7 @@ class Difference:
 
     Attributes:
         same_program: whether both are for the same program.
+        programs: that they are not, in words, and whether it may be one step that is cut differently; empty if they are.
         decisions: meshes, stages, microbatches and the like.
         predictions: seconds and bytes, of either plan also where they agree, as the reports of the plans have them.
         leaves: leaves whose layout, or whose stages, differ.
@@ -61,6 +65,7 @@ class Difference:
     """
 
     same_program: bool
+    programs: str
     decisions: tuple[Change, ...]
     predictions: tuple[Change, ...]
     leaves: tuple[Change, ...]
@@ -82,12 +87,57 @@ def compare(before: Plan | PipelinePlan, after: Plan | PipelinePlan) -> Differen
     """Compare two plans."""
     return Difference(
         same_program=before.fingerprint == after.fingerprint,
+        programs=_programs_text(before, after),
         decisions=tuple(_changes(_decisions(before), _decisions(after))),
         predictions=tuple(_figure_changes(before, after)),
         leaves=tuple(_changes(_leaves(before), _leaves(after))),
         collectives=tuple(_collective_changes(before, after)),
         costs=_costs_text(before, after),
     )
+
+
+def _programs_text(before: Plan | PipelinePlan, after: Plan | PipelinePlan) -> str:
+    """That two plans are for different programs, if they are.
+
+    On one mesh a plan's program has the loop over microbatches and the work that is done again, so that of one step there are
+    several. What they hold of the step itself are its leaves.
+    """
+    if before.fingerprint == after.fingerprint:
+        return ""
+    if _cut(before) == _cut(after) or not _have_the_same_leaves(before, after):
+        return "The plans are for different programs."
+    return (
+        f"The plans are for different programs, or for one step that is cut differently: {_cut_text(before)} in the first plan, "
+        f"{_cut_text(after)} in the second."
+    )
+
+
+def _cut(plan: Plan | PipelinePlan) -> tuple[object, ...]:
+    """What the program of a plan has beside the step; that of stages has nothing."""
+    if isinstance(plan, PipelinePlan):
+        return (1, False, None, False)
+    return (plan.num_microbatches, plan.recompute, plan.recomputed_layers, plan.keeps_named)
+
+
+def _cut_text(plan: Plan | PipelinePlan) -> str:
+    stages = f"{plan.num_stages} stages with " if isinstance(plan, PipelinePlan) else ""
+    parts = f"{plan.num_microbatches} microbatch{'es' * (plan.num_microbatches != 1)}"
+    layers = plan.recomputed_layers if isinstance(plan, Plan) else None
+    of_layers = "" if layers is None else f" of {layers} layer{'s' * (layers != 1)}"
+    return f"{stages}{parts}{f' with recomputation{of_layers}' if plan.recompute else ''}"
+
+
+def _have_the_same_leaves(before: Plan | PipelinePlan, after: Plan | PipelinePlan) -> bool:
+    """Whether state and batch are alike: the same paths and types, and the same shapes where stages hold no pieces of them."""
+    old, new = _shapes(before), _shapes(after)
+    names = [{(_PIECE.sub("", path), dtype) for path, (dtype, _) in shapes.items()} for shapes in (old, new)]
+    return names[0] == names[1] and all(old[path] == new[path] for path in old.keys() & new.keys())
+
+
+def _shapes(plan: Plan | PipelinePlan) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Type and shape of each leaf of the state and the batch, by path."""
+    inputs = [value for _, part in _stage_plans(plan) for value in part.inputs if not value.from_forward]
+    return {value.path: (value.dtype, value.shape) for value in inputs if value.role in ("state", "batch")}
 
 
 def _changes(before: dict[str, str], after: dict[str, str]) -> Iterator[Change]:
@@ -236,8 +286,8 @@ def _join_alike(changes: Sequence[Change]) -> list[Change]:
 
 def _print(console: Console, found: Difference, options: argparse.Namespace) -> None:
     before, after = str(options.before), str(options.after)
-    if not found.same_program:
-        console.print("The plans are for different programs.\n", markup=False)
+    if found.programs:
+        console.print(f"{found.programs}\n", markup=False, highlight=False, soft_wrap=True)
     console.print(f"{found.costs}\n", markup=False, highlight=False, soft_wrap=True)
     sections = (
         ("Decisions", found.decisions),

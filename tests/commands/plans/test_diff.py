@@ -6,6 +6,9 @@ from tests.commands.command_line import SMALL, planned, run
 from tests.commands.documents import document
 
 
+MAY_BE_ONE_STEP = "The plans are for different programs, or for one step that is cut differently: "
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     """Plans of one mesh, of the same with ZeRO 3, of stages, and of another program."""
@@ -84,6 +87,17 @@ def test_plans_for_different_programs_are_said_to_be_so(files, capsys):
     assert not differences(capsys, files / "whole.json", files / "other.json")["same_program"]
     assert run("diff", files / "whole.json", files / "other.json") == 0
     assert capsys.readouterr().out.startswith("The plans are for different programs.")
+
+
+def test_plans_that_may_be_of_one_step_cut_differently_are_said_to_be_so(files, capsys, tmp_path):
+    planned(tmp_path, "--cluster", "dgx-h100", "--devices", "4", "--data-parallel", "--microbatches", "4")
+    cut = "1 microbatch in the first plan, 4 microbatches in the second."
+    for before, starts in (("whole", f"{MAY_BE_ONE_STEP}{cut}"), ("other", "The plans are for different programs.\n")):
+        capsys.readouterr()
+        assert run("diff", files / f"{before}.json", tmp_path / "plan.json") == 0
+        assert capsys.readouterr().out.startswith(starts)
+    assert run("diff", files / "stages.json", files / "whole.json") == 0
+    assert "different programs" not in capsys.readouterr().out
 
 
 def test_a_file_that_is_no_plan_is_named(files, capsys, tmp_path):
