@@ -11,7 +11,7 @@ import autopar
 from autopar.commands import parser
 from autopar.explain import explain
 from autopar.plan import Plan
-from autopar.schedules.schedules import NAMED_SCHEDULES, SCHEDULES
+from autopar.schedules.schedules import SCHEDULES
 from tests.commands.command_line import SMALL, planned, run, start
 
 # --- plan and show ----------------------------------------------------------------------------------------------------
@@ -328,11 +328,6 @@ def test_a_file_that_is_no_plan_is_told(text, words, tmp_path, capsys):
     assert words in capsys.readouterr().err
 
 
-def test_a_cluster_file_in_place_of_a_plan_is_told_as_what_it_is(capsys):
-    assert run("show", Path(__file__).parents[2] / "cost_model" / "clusters" / "dgx-h100.json") == 2
-    assert "dgx-h100.json: this is a cluster file, which --cluster takes, not a plan; `autopar plan" in capsys.readouterr().err
-
-
 def test_a_plan_with_a_damaged_part_is_told(tmp_path, capsys):
     fields = json.loads(planned(tmp_path).to_json())
     del fields["inputs"][0]["shape"]
@@ -368,14 +363,6 @@ def test_help_and_version_go_to_standard_output_with_status_0(command, words, ca
         run(*command.split())
     assert stopped.value.code == 0
     assert words in capsys.readouterr().out
-
-
-def test_the_help_names_all_schedules_that_run_several_stages_on_a_mesh(capsys):
-    with pytest.raises(SystemExit):
-        run("plan", "mlp", "--help")
-    said = " ".join(capsys.readouterr().out.split()).rpartition("--virtual-stages N")[2].partition(";")[0]
-    several = {name for name, one in NAMED_SCHEDULES.items() if one.chunks != "one"}
-    assert {name for name in SCHEDULES if name in said} == several
 
 
 def test_every_public_name_is_there_when_it_is_used_and_others_are_told():

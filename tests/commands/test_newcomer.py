@@ -1,12 +1,14 @@
 """What newcomers missed on the command line is there, and what they met without a word is said."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
 from autopar.commands.machine import doctor
 from autopar.commands.parser import read
 from autopar.cost_model.hardware import find_preset
+from autopar.schedules.schedules import NAMED_SCHEDULES, SCHEDULES
 from tests.commands.command_line import SMALL, planned, run
 
 
@@ -42,6 +44,22 @@ def test_help_lists_every_command_that_the_front_page_left_out(capsys):
         run("--help")
     printed = capsys.readouterr().out
     assert all(f"    {name} " in printed for name in ("demo", "run", "bench", "doctor", "rank", "diff"))
+
+
+def test_the_help_names_all_schedules_that_run_several_stages_on_a_mesh(capsys):
+    with pytest.raises(SystemExit):
+        run("plan", "mlp", "--help")
+    said = " ".join(capsys.readouterr().out.split()).rpartition("--virtual-stages N")[2].partition(";")[0]
+    several = {name for name, one in NAMED_SCHEDULES.items() if one.chunks != "one"}
+    assert {name for name in SCHEDULES if name in said} == several
+
+
+def test_a_cluster_file_in_place_of_a_plan_is_told_as_what_it_is(capsys):
+    assert run("show", Path(__file__).parents[2] / "cost_model" / "clusters" / "dgx-h100.json") == 2
+    assert (
+        "dgx-h100.json: this is a cluster file, which --cluster takes, not a plan; `autopar plan"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_plan_without_a_cluster_says_for_which_machine_it_is(capsys):

@@ -307,5 +307,7 @@ def test_a_pair_of_single_devices_has_its_link_alone():
 
 def test_a_plan_in_place_of_a_cluster_file_is_told_as_what_it_is(tmp_path):
     (tmp_path / "plan.json").write_text('{"fingerprint": "0", "version": 2, "inputs": []}')
-    with pytest.raises(ClusterFileError, match=r"plan.json: this is a plan, not a cluster file; `python -m autopar calib"):
+    with pytest.raises(
+        ClusterFileError, match=r"plan.json: this is a plan, not a cluster file; `python -m autopar calib"
+    ):
         load_cluster(tmp_path / "plan.json")

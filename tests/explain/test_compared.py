@@ -149,7 +149,9 @@ def test_ways_that_differ_in_their_stages_alone_are_told_by_these():
     ) in text
     assert "- 4 microbatches in 8 stages in schedule 1f1b may be faster: " in text
     twice = compared(way(2, 4, "1f1b", step_s=1.25 * step_s), way(2, 8, "1f1b", step_s=1.5 * step_s))
-    assert "is the fastest of 3 ways compared; next is 8 microbatches in schedule 1f1b, 50.0% slower\n" in explain(twice)
+    assert "is the fastest of 3 ways compared; next is 8 microbatches in schedule 1f1b, 50.0% slower\n" in explain(
+        twice
+    )
 
 
 def test_one_layer_is_not_several():

@@ -236,7 +236,10 @@ def test_a_file_of_another_kind_is_told_in_one_line_with_all_columns_that_it_lac
     assert main(["simulate", "--table", str(tmp_path / "step.py")]) == 2
     errors = capsys.readouterr().err
     assert errors.count("\n") == 1
-    assert "step.py is not a table of runs: its first line lacks 21 of the 21 columns that it needs: cluster, devices," in errors
+    assert (
+        "step.py is not a table of runs: its first line lacks 21 of the 21 columns that it needs: cluster, devices,"
+        in errors
+    )
 
 
 def test_a_line_with_too_few_cells_is_an_error_of_its_row(tmp_path):

@@ -25,7 +25,7 @@ def ask_for_virtual_devices(count: int) -> None:
     """Make XLA split the CPU into `count` devices, unless its flags say otherwise or the platform is another."""
     platforms: str = jax.config.jax_platforms or ""  # type: ignore[attr-defined]
     flags = os.environ.get("XLA_FLAGS", "")
-    count = min(count, MOST_VIRTUAL_DEVICES)  # more cannot run, and take XLA a minute to make: `find_devices` refuses them
+    count = min(count, MOST_VIRTUAL_DEVICES)  # `find_devices` refuses more, which take XLA a minute to make
     if _FLAG not in flags and (not platforms or "cpu" in platforms.split(",")):
         os.environ["XLA_FLAGS"] = f"{flags} {_FLAG}={count}".strip()
 
@@ -37,8 +37,8 @@ def find_devices(count: int | None) -> list[jax.Device]:
     wanted = count or (DEFAULT_DEVICES if platform == "cpu" else len(available))
     if platform == "cpu" and wanted > MOST_VIRTUAL_DEVICES:
         raise ArgumentError(
-            f"{wanted} devices are asked for, and XLA runs at most {MOST_VIRTUAL_DEVICES} virtual CPU devices: ask for no more than "
-            "these; `autopar plan` plans for any number"
+            f"{wanted} devices are asked for, and XLA runs at most {MOST_VIRTUAL_DEVICES} virtual CPU devices: ask for no "
+            "more than these; `autopar plan` plans for any number"
         )
     if wanted > len(available):
         why = f"XLA_FLAGS is {os.environ.get('XLA_FLAGS', '')!r}"

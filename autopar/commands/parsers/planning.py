@@ -25,7 +25,8 @@ def add_planning(parser: argparse.ArgumentParser, *, on_each_core: bool, many: b
         "--memory-limit",
         type=values.byte_count,
         metavar="SIZE",
-        help="the most that a plan may take of each device, such as 16GB or 16GiB, where a bare number is bytes; default: the memory of the cluster's devices",
+        help="the most that a plan may take of each device, such as 16GB or 16GiB, where a bare number is bytes; default: the "
+        "memory of the cluster's devices",
     )
     group.add_argument(
         "--constraint",

@@ -137,9 +137,7 @@ def _notes(found: Plan | PipelinePlan, options: argparse.Namespace) -> Iterator[
     yield from notes
 
 
-def _ask(
-    found: Plan | PipelinePlan, options: argparse.Namespace, *, is_stopped: bool
-) -> tuple[_Answers, Interruption]:
+def _ask(found: Plan | PipelinePlan, options: argparse.Namespace, *, is_stopped: bool) -> tuple[_Answers, Interruption]:
     """Answer what is asked about a plan, by its flag; a signal leaves what is not answered yet, and so does one from before.
 
     Raises PlanError for a leaf that the plan does not have.

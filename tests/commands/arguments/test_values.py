@@ -116,5 +116,7 @@ def test_more_virtual_devices_than_xla_runs_are_refused_and_never_made(monkeypat
     monkeypatch.setenv("XLA_FLAGS", "")
     devices.ask_for_virtual_devices(9999)
     assert os.environ["XLA_FLAGS"] == "--xla_force_host_platform_device_count=2048"
-    with pytest.raises(ArgumentError, match="9999 devices are asked for, and XLA runs at most 2048 virtual CPU devices"):
+    with pytest.raises(
+        ArgumentError, match="9999 devices are asked for, and XLA runs at most 2048 virtual CPU devices"
+    ):
         devices.find_devices(9999)

@@ -5,7 +5,6 @@ import pytest
 from tests.commands.command_line import SMALL, planned, run
 from tests.commands.documents import document
 
-
 MAY_BE_ONE_STEP = "The plans are for different programs, or for one step that is cut differently: "
 
 

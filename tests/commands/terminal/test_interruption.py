@@ -187,7 +187,9 @@ def test_a_signal_while_the_plan_is_printed_leaves_it_whole(number, status, caps
     assert autopar.plan_from_json((tmp_path / "plan.json").read_text()).num_devices == 2
 
 
-@pytest.mark.parametrize(("number", "status", "name"), [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 143, "SIGTERM")])
+@pytest.mark.parametrize(
+    ("number", "status", "name"), [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 143, "SIGTERM")]
+)
 @pytest.mark.parametrize("question", [("--classic", "--what-if"), ("--leaf", "state/params/Dense_0/kernel")])
 def test_a_signal_while_the_plan_is_compared_with_others_leaves_its_report(
     number, status, name, question, capsys, tmp_path
@@ -203,7 +205,10 @@ def test_a_signal_while_the_plan_is_compared_with_others_leaves_its_report(
     assert "predicted step" in printed.out
     assert "The classic plans" not in printed.out
     assert "predicted step" in page.read_text()
-    assert printed.err == f"autopar: stopped by {name}: the plan was found already; what was not answered by then is left out\n"
+    assert (
+        printed.err
+        == f"autopar: stopped by {name}: the plan was found already; what was not answered by then is left out\n"
+    )
 
 
 def test_a_search_that_was_stopped_is_not_followed_by_others(capsys):
