@@ -148,7 +148,8 @@ def _ask(found: Plan | PipelinePlan, options: argparse.Namespace, *, is_stopped:
         questions["leaf"] = lambda: found.why(options.leaf)
     if is_stopped:
         deadline.stop()
-    with interruptible(deadline.stop) as asking:
+    # What a signal raises may be lost, as in a finaliser; an alarm then rings until the search is left.
+    with interruptible(lambda: deadline.hurry() and deadline.stop()) as asking:
         for name, question in questions.items():
             with live_line(options.verbose):
                 answer = deadline.run(question, math.inf)

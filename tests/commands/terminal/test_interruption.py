@@ -4,6 +4,7 @@ import pkgutil
 import re
 import signal
 import subprocess
+import time
 
 import pytest
 
@@ -215,3 +216,18 @@ def test_a_search_that_was_stopped_is_not_followed_by_others(capsys):
     with sent("planning on one mesh", signal.SIGINT):
         assert run("plan", "mlp", *SMALL, "--devices", "2", "--mesh", "2", "--classic") == 130
     assert "The classic plans" not in capsys.readouterr().out
+
+
+def test_a_signal_that_comes_in_a_finaliser_ends_the_comparison_too(capsys, monkeypatch):
+    class Signalling:
+        def __del__(self):
+            signal.raise_signal(signal.SIGINT)
+
+    def compare(*_):
+        Signalling()
+        time.sleep(30.0)
+        raise AssertionError("the signal was lost")
+
+    monkeypatch.setattr("autopar.why.classic.classic", compare)
+    assert run("plan", "mlp", *SMALL, "--devices", "2", "--classic") == 130
+    assert "predicted step" in capsys.readouterr().out
