@@ -159,6 +159,12 @@ DOUBTFUL = {
         {"w": "other", "x": "batch", "mask": "batch"},
         r"'x' \(rows: 8\) too, although the step returns its like. Say which are: batch_argnums=\(1, 2\)",
     ),
+    "weights that stay as they are, and a token whose next one is returned": (
+        lambda cache, w, token: (cache @ w["in"] + w["embedding"][token], jnp.argmax(cache @ w["in"], -1)),
+        (array(8, 4), {"embedding": array(11, 4), "in": array(4, 4)}, jnp.arange(8)),
+        {"cache": "state", "w/embedding": "batch", "w/in": "batch", "token": "state"},
+        r"'w' \(rows: 4, 11\) is taken for it, 'token' \(rows: 8\) not. Say which are: batch_argnums=\(1,\) if that is right",
+    ),
 }
 
 
