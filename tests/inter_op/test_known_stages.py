@@ -7,7 +7,7 @@ import pytest
 
 from autopar.cost_model.hardware import preset
 from autopar.errors import OutOfMemoryError
-from autopar.inter_op.plan_stage import KnownStages, PlannedWithin, StageJob, plan_program
+from autopar.inter_op.plan_stage import KnownStages, PlannedWithin, StageJob, StagePlanning, plan_program
 from autopar.inter_op.plan_stages import StageRequest, plan_stages
 from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.request import PlanRequest
@@ -118,6 +118,29 @@ def test_what_is_known_holds_within_the_same_room_and_without_constraints(traced
     assert known.find(job, 10**7) is None
     rules = Constraints((Rule(glob="*", layout=Replicated()),))
     assert known.find(dataclasses.replace(job, request=dataclasses.replace(request, constraints=rules)), 10**6) is None
+
+
+def test_what_planning_came_to_is_known_at_the_same_place_of_a_schedule(traced, ends):
+    """Also where it came to that within fewer bytes than it began with; elsewhere as many may be enough."""
+    staged, _ = planned(traced, ends[:1], KnownStages())
+    stage, known = staged.stages[0], KnownStages()
+    limit = 10 * stage.peak_bytes
+    request = PlanRequest(
+        meshes=(LINE,),
+        cluster=preset("cpu"),
+        memory_limit_bytes=limit,
+        constraints=Constraints(),
+        options=PlannerOptions(),
+    )
+    job = StageJob(stage.program, known.kind_of(stage.program.ports), request)
+
+    def planning(schedule):
+        made = make_schedule(schedule, num_meshes=2, num_microbatches=MICROBATCHES)
+        return StagePlanning(planner=plan_program, in_flight=InFlight(made), memory_rounds=1, known=known)
+
+    planning("1f1b").keep(job, PlannedWithin(stage, limit // 2))
+    assert planning("1f1b").find_known(job) is not None
+    assert planning("gpipe").find_known(job) is None
 
 
 @pytest.mark.sampled(4)
