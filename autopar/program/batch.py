@@ -130,9 +130,8 @@ def _choose(
     doubtful = [a for a in alike if left and jax.tree_util.all_leaves([a.value]) and a.counts == chosen.counts]
     batch = [a for a in (*first, *pool) if a is chosen or (chosen.is_uniform and a.counts == chosen.counts)]
     others = [a for a in pool if a not in batch and a.size >= SMALL * chosen.size]
-    if (
-        left and not chosen.is_uniform
-    ):  # as weights that the step does not return are not, beside one token of each example
+    if left and not chosen.is_uniform:
+        # It may be weights that the step does not return, beside one token of each example, whose next one it returns.
         others += [a for a in alike if jax.tree_util.all_leaves([a.value]) and a not in doubtful]
     batch = list(dict.fromkeys([*batch, *doubtful]))
     if doubtful or (others and not named):
