@@ -258,11 +258,12 @@ def users_contexts() -> tuple[Hashable, ...]:
 
 def _names_of_traces() -> Sequence[str]:
     """The names of what JAX tells traces apart by; where it does not tell them (0.10.0), of its best known settings."""
-    try:
-        return cast(Sequence[str], private_config.trace_context_names())
-    except (AttributeError, NotImplementedError):
-        known = "enable_x64 numpy_dtype_promotion numpy_rank_promotion random_seed_offset threefry_partitionable"
-        return [f"jax_{name}" for name in ("default_matmul_precision", *known.split())]
+    told = getattr(private_config, "trace_context_names", None)
+    with contextlib.suppress(NotImplementedError):  # how a JAX whose compiled part cannot tell them says so
+        if told is not None:
+            return cast(Sequence[str], told())
+    known = "enable_x64 numpy_dtype_promotion numpy_rank_promotion random_seed_offset threefry_partitionable"
+    return [f"jax_{name}" for name in ("default_matmul_precision", *known.split())]
 
 
 _DISABLE_JIT = "jax_disable_jit"  # which JAX's annotations leave out

@@ -50,6 +50,16 @@ def ends(traced):
     return tuple(place + 1 for place, link in enumerate(chain) if link.equation.primitive.name == "tanh")[:-1]
 
 
+def request_within(limit, meshes):
+    return PlanRequest(
+        meshes=meshes,
+        cluster=preset("cpu"),
+        memory_limit_bytes=limit,
+        constraints=Constraints(),
+        options=PlannerOptions(),
+    )
+
+
 def planned(traced, cuts, known, *, mesh=LINE, limit=None):
     """Stages between these cuts, and how many programs were planned for them."""
     stages = len(cuts) + 1
@@ -62,13 +72,7 @@ def planned(traced, cuts, known, *, mesh=LINE, limit=None):
         cuts=cuts,
         known=known,
     )
-    request = PlanRequest(
-        meshes=(),
-        cluster=preset("cpu"),
-        memory_limit_bytes=limit,
-        constraints=Constraints(),
-        options=PlannerOptions(),
-    )
+    request = request_within(limit, ())
     planner = Counted()
     return plan_stages(traced, wanted, request, planner=planner), planner.count
 
@@ -105,13 +109,7 @@ def test_what_is_known_holds_within_the_same_room_and_without_constraints(traced
     known = KnownStages()
     staged, _ = planned(traced, ends[:1], known)
     stage = staged.stages[0]
-    request = PlanRequest(
-        meshes=(LINE,),
-        cluster=preset("cpu"),
-        memory_limit_bytes=10**9,
-        constraints=Constraints(),
-        options=PlannerOptions(),
-    )
+    request = request_within(10**9, (LINE,))
     job = StageJob(stage.program, known.kind_of(stage.program.ports), request)
     known.keep(job, PlannedWithin(stage, 10**6))
     assert known.find(job, 10**6) is not None
@@ -125,13 +123,7 @@ def test_what_planning_came_to_is_known_at_the_same_place_of_a_schedule(traced, 
     staged, _ = planned(traced, ends[:1], KnownStages())
     stage, known = staged.stages[0], KnownStages()
     limit = 10 * stage.peak_bytes
-    request = PlanRequest(
-        meshes=(LINE,),
-        cluster=preset("cpu"),
-        memory_limit_bytes=limit,
-        constraints=Constraints(),
-        options=PlannerOptions(),
-    )
+    request = request_within(limit, (LINE,))
     job = StageJob(stage.program, known.kind_of(stage.program.ports), request)
 
     def planning(schedule):

@@ -7,7 +7,7 @@ import pytest
 from autopar.cost_model.hardware import preset
 from autopar.errors import OutOfMemoryError
 from autopar.inter_op.plan_pipeline import plan_with_recomputation
-from autopar.inter_op.plan_stage import KnownStages, StagePlanning
+from autopar.inter_op.plan_stage import KnownStages, StagePlanning, StagesTooLargeError
 from autopar.inter_op.plan_stages import StageRequest, plan_stages
 from autopar.layouts.mesh import LogicalMesh
 from autopar.schedules.in_flight import InFlight
@@ -87,3 +87,26 @@ def test_every_stage_that_does_not_fit_does_more_again_until_it_fits(traced, wan
 def test_a_stage_that_does_all_again_and_does_not_fit_is_named(traced, wanted):
     with pytest.raises(OutOfMemoryError, match="stage 0 of 3"):
         plan_with_recomputation(traced, wanted, request_within(10_000), "auto")
+
+
+def test_of_equal_stages_that_do_not_fit_the_last_tells_of_the_others(traced, wanted, tried):
+    """All stages but the first and the last are equal, and keep fewer microbatches one after the other."""
+    chain = forward_chain(make_time_loop(traced, MICROBATCHES))
+    ends = [place + 1 for place, link in enumerate(chain) if link.equation.primitive.name == "tanh"]
+    schedule = make_schedule("1f1b", num_meshes=LAYERS, num_microbatches=MICROBATCHES)
+    many = dataclasses.replace(
+        wanted,
+        meshes=((ALONE,),) * LAYERS,
+        num_stages=LAYERS,
+        in_flight=InFlight(schedule),
+        cuts=tuple(ends[:-1]),
+        shares=(0.0,) * LAYERS,
+        largest_share=1.0,
+    )
+    free = peaks(traced, many, many.shares)
+    limit = (free[4] + free[5]) // 2
+    tried.clear()
+    with pytest.raises(StagesTooLargeError) as error:
+        plan_stages(traced, many, request_within(limit))
+    assert error.value.stages == {stage for stage, peak in enumerate(free) if peak > limit}
+    assert sorted(tried) == [0, 1, 2, 7, 8], "of stages 2 to 7, which are equal, the first and the last are planned"
