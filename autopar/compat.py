@@ -199,10 +199,10 @@ def unknown_source() -> SourceInfo:
     return private_source_info.new_source_info()
 
 
-def attributed_to(eqn: JaxprEqn) -> contextlib.AbstractContextManager[None]:
-    """A context in which traced operations carry an equation's source line and scopes."""
-    info = eqn.source_info
-    return private_source_info.user_context(info.traceback, name_stack=info.name_stack)
+def attributed_to(eqn: JaxprEqn, *, out_of: JaxprEqn | None = None) -> contextlib.AbstractContextManager[None]:
+    """A context in which traced operations carry an equation's source line and scopes, and those of a loop that it leaves."""
+    info, outer = eqn.source_info, private_source_info.NameStack() if out_of is None else out_of.source_info.name_stack
+    return private_source_info.user_context(info.traceback, name_stack=outer + info.name_stack)
 
 
 def name_stack(eqn: JaxprEqn) -> str:

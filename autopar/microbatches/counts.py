@@ -15,9 +15,9 @@ from autopar.microbatches.loop import TimeLoop
 from autopar.microbatches.mixing import MixedExamples
 from autopar.microbatches.phases import plan_time
 from autopar.microbatches.time_plan import Phase, TimePlan
-from autopar.program.evaluate import retrace
 from autopar.program.program import Equation
 from autopar.program.step import Leaf, TracedStep
+from autopar.program.trace import retrace
 
 
 def cut_into_microbatches(traced: TracedStep, count: int) -> TracedStep:

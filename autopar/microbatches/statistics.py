@@ -25,10 +25,10 @@ from autopar.microbatches.examples import find_example_factors
 from autopar.microbatches.loop import StepLowering
 from autopar.microbatches.phases import phases_of
 from autopar.microbatches.time_plan import TimePlan
-from autopar.program.evaluate import retrace
 from autopar.program.opened.statistic import batch_statistic_p
 from autopar.program.program import Atom, Equation, Program, divides, hands_on, operands_of, subtracts
 from autopar.program.step import TracedStep
+from autopar.program.trace import retrace
 from autopar.program.walk import Scope
 from autopar.rules.table import entry_for
 

@@ -11,12 +11,13 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 from jax.lax import optimization_barrier_p
 
 from autopar import compat
 from autopar.avals import bytes_of
 from autopar.compat import JaxprEqn, Literal, Var
-from autopar.program.late_casts import with_late_casts
+from autopar.program.late_tails import with_late_tails
 from autopar.program.loops import Loop, LoopEquation
 from autopar.program.observe import answering, branch_that_returns, is_call, is_observer, observe, refuse_side_effects
 from autopar.program.opened.called import branch_that_runs, operands_of
@@ -37,22 +38,23 @@ WHILE_TRIPS = 8
 """What planning assumes of a loop whose length is not known before it runs."""
 
 
-def program_of(closed: Any, *, pruned: bool = False) -> tuple[Program, tuple[Any, ...]]:
+def program_of(closed: Any, *, rearranged: bool = False) -> tuple[Program, tuple[Any, ...]]:
     """(program, constants): the constants are the values of the program's last inputs.
 
-    `pruned`: loops lose the results that nobody reads, too; of programs that count on the places of their loop's results, none.
+    `rearranged`: loops lose the results that nobody reads, too, and what they make of sums for results alone comes after them.
+    Programs that count on the places of their loops' results are not rearranged.
     """
     refuse_side_effects(compat.open_jaxpr(closed))
     constants = list(compat.constants_of(closed))
     jaxpr = compat.open_jaxpr(closed)
-    jaxpr = compat.eliminate_dead_code(jaxpr) if pruned else jaxpr
-    builder = _ProgramBuilder()
+    jaxpr = compat.eliminate_dead_code(jaxpr) if rearranged else jaxpr
+    builder = _ProgramBuilder(rearranged=rearranged)
     fresh = [Var(v.aval) for v in jaxpr.invars]
     constvars = [Var(v.aval) for v in jaxpr.constvars]
     builder.constants.extend(zip(constvars, constants, strict=True))
     outs = builder.show_observed(builder.inline(jaxpr, constvars, fresh))
     held = [v for v, _ in builder.constants]
-    opened = with_late_casts(Program((*fresh, *held), builder.finish(outs), tuple(outs)))
+    opened = Program((*fresh, *held), builder.finish(outs), tuple(outs))
     program = _with_fan_outs(_without_dead_code(opened))
     return program, tuple(value for _, value in builder.constants)
 
@@ -60,7 +62,8 @@ def program_of(closed: Any, *, pruned: bool = False) -> tuple[Program, tuple[Any
 class _ProgramBuilder:
     """Equations of one scope while jaxprs are inlined into it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, rearranged: bool) -> None:
+        self.rearranged = rearranged
         self.equations: list[Equation] = []
         self.constants: list[tuple[Var, Any]] = []
         self.tag: Tag | None = None
@@ -161,8 +164,17 @@ class _ProgramBuilder:
             tag=self.tag,
         )
         opened = _OPENERS.get(eqn.primitive.name)
-        self.equations.append(made if opened is None else self._open(made, *opened(self, eqn, operands)))
-        return list(outs)
+        if opened is None:
+            self.equations.append(made)
+            return list(outs)
+        loop = self._open(made, *opened(self, eqn, operands))
+        late = with_late_tails(loop) if self.rearranged and loop.loop.kind == "scan" else None
+        if late is None:
+            self.equations.append(loop)
+            return list(outs)
+        closed = jax.make_jaxpr(late)(*map(_shape_of, loop.invars))
+        alive = compat.eliminate_dead_code(compat.open_jaxpr(closed))
+        return self.inline(alive, self._constants(closed), loop.invars)
 
     def _one_by_one(self, eqn: JaxprEqn, operands: Sequence[Atom]) -> list[Atom]:
         """An equation for each operand of one of `ONE_BY_ONE`."""
@@ -181,7 +193,7 @@ class _ProgramBuilder:
             )
         return list(outs)
 
-    def _open(self, eqn: Equation, loop: Loop, operands: Sequence[Atom], regions: tuple[Program, ...]) -> Equation:
+    def _open(self, eqn: Equation, loop: Loop, operands: Sequence[Atom], regions: tuple[Program, ...]) -> LoopEquation:
         """Control flow, with what its nested programs close over as operands."""
         return LoopEquation(
             primitive=eqn.primitive,
@@ -208,13 +220,18 @@ class _ProgramBuilder:
     def region(self, closed: Any) -> tuple[Program, list[Var]]:
         """(nested program, outer constants it closes over, which are its first inputs)."""
         jaxpr = compat.open_jaxpr(closed)
-        inner = _ProgramBuilder()
+        inner = _ProgramBuilder(rearranged=self.rearranged)
         args = [Var(v.aval) for v in jaxpr.invars]
         outs = inner.show_observed(inner.inline(jaxpr, inner._constants(closed), args))
         captured = [v for v, _ in inner.constants]
         outer = [Var(v.aval) for v in captured]
         self.constants.extend(zip(outer, (value for _, value in inner.constants), strict=True))
         return Program((*captured, *args), inner.finish(outs), tuple(outs)), outer
+
+
+def _shape_of(atom: Atom) -> jax.ShapeDtypeStruct:
+    aval = atom.aval
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False)))
 
 
 def _open_scan(

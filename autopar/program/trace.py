@@ -3,14 +3,16 @@
 In: a Python function and its arguments, arrays or `jax.ShapeDtypeStruct`s. Out: a frozen `TracedStep`: the program, the trees
 of arguments and results, for each input leaf its path (`argument/key/key`), role (state, batch or other) and whether it is
 donated, and which output takes which state leaf's place. An argument is state if the step returns a value of the same
-structure, shapes and types, as train steps do (`roles.py`). What can go wrong: leaves that are not arrays, side effects, a
+structure, shapes and types, as train steps do (`roles.py`). `retrace` is the one place where a pass has a rewritten step traced
+again. What can go wrong: leaves that are not arrays, side effects, a
 donated argument that the step does not return. Each is an error in the user's own names.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -24,7 +26,7 @@ from autopar.program.batch import batch_arguments
 from autopar.program.boundary.changes import refuse_lost_changes
 from autopar.program.boundary.static_values import refuse_static_leaves
 from autopar.program.boundary.weak_state import ChangedType, warn_of_weak_state
-from autopar.program.call import BoundArguments, CallSignature, dtype_of, leaf_paths
+from autopar.program.call import BoundArguments, CallSignature, PyTree, dtype_of, leaf_paths
 from autopar.program.crossing import Crossing, output_paths, refuse_numbers_as_arrays
 from autopar.program.fingerprint import fingerprint_of
 from autopar.program.from_jaxpr import program_of
@@ -51,7 +53,7 @@ def trace(signature: CallSignature, bound: BoundArguments, axis_names: Sequence[
     paths = leaf_paths(bound)
     _refuse_non_arrays(signature, paths, leaves)
     crossing, closed, out_shape = _make_jaxpr(signature, bound, axis_names)
-    program, constants = program_of(closed, pruned=True)
+    program, constants = program_of(closed, rearranged=True)
     out_leaves, out_tree = jax.tree_util.tree_flatten(out_shape)
     state = returned_arguments(bound, out_shape)
     state_of_output = outputs_of_state(bound, state, out_leaves)
@@ -84,6 +86,29 @@ def trace(signature: CallSignature, bound: BoundArguments, axis_names: Sequence[
         inputs=(*inputs, *consts),
         outputs=outputs,
         state_of_output=state_of_output,
+        fingerprint=fingerprint_of(program),
+    )
+
+
+def retrace(traced: TracedStep, leaves: Sequence[Leaf], run: Callable[..., PyTree]) -> TracedStep:
+    """Trace a step again as another function of its leaves and constants, which may have other shapes.
+
+    Constants that the function closes over become leaves of their own.
+    """
+    avals = [
+        jax.ShapeDtypeStruct(leaf.shape, var.aval.dtype, weak_type=bool(getattr(var.aval, "weak_type", False)))
+        for leaf, var in zip(leaves, traced.program.invars, strict=True)
+    ]
+    program, constants = program_of(jax.make_jaxpr(run)(*avals))
+    added = tuple(
+        Leaf(path=f"constant/{len(traced.constants) + i}", role="const", shape=tuple(v.aval.shape), dtype=v.aval.dtype)
+        for i, v in enumerate(program.invars[len(leaves) :])
+    )
+    return dataclasses.replace(
+        traced,
+        program=program,
+        constants=(*traced.constants, *constants),
+        inputs=(*leaves, *added),
         fingerprint=fingerprint_of(program),
     )
 

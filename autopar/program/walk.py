@@ -16,12 +16,12 @@ variable of another program; values cross only by entries and exits, and a KeyEr
 from __future__ import annotations
 
 import abc
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 from autopar.compat import Literal, Var
 from autopar.program.loops import Entry, Exit, LoopEquation, Nested
-from autopar.program.program import Atom, Equation, can_be_awaited
+from autopar.program.program import Atom, Equation, Program, can_be_awaited, operands_of
 
 V = TypeVar("V")
 
@@ -127,3 +127,50 @@ class StaticDomain(Domain[V]):
     @abc.abstractmethod
     def finish(self, eqn: LoopEquation, ends: Mapping[Exit, V], scope: Scope[V]) -> Sequence[V]:
         """The values of the loop's results, from what became of the exits."""
+
+
+def dependents_of(program: Program, variables: Collection[Var]) -> set[Var]:
+    """The values of a program, and of those nested in it, that depend on some of its inputs; and these themselves."""
+    domain = _Dependents(variables)
+    Scope(domain, {v: v in domain.found for v in program.invars}).run(program.equations)
+    return domain.found
+
+
+class _Dependents(StaticDomain[bool]):
+    """A value is whether it depends on one of some variables; `found`: the variables that do, and these."""
+
+    def __init__(self, variables: Collection[Var]) -> None:
+        self.found = set(variables)
+
+    def literal(self, atom: Literal, scope: Scope[bool]) -> bool:
+        return False
+
+    def operation(self, eqn: Equation, scope: Scope[bool]) -> Sequence[bool]:
+        return self._results(eqn, [any(v in self.found for v in operands_of(eqn))] * len(eqn.outvars))
+
+    def enter(self, entry: Entry, scope: Scope[bool], inner: Scope[bool]) -> bool:
+        return self._note(entry.var, depends=scope.value(entry.atom))
+
+    def pass_on(self, entry: Entry, value: bool, inner: Scope[bool]) -> bool:
+        return self._note(entry.var, depends=value)
+
+    def carries_change(self, nested: Nested, inner: Scope[bool]) -> bool:
+        grown = [e.carry.var for e in nested.exits if e.carry is not None and inner.value(e.atom)]
+        grown = [var for var in grown if not inner.values[var]]
+        for var in grown:
+            inner.values[var] = self._note(var, depends=True)
+        return bool(grown)
+
+    def leave(self, exit_: Exit, inner: Scope[bool]) -> bool:
+        return inner.value(exit_.atom)
+
+    def finish(self, eqn: LoopEquation, ends: Mapping[Exit, bool], scope: Scope[bool]) -> Sequence[bool]:
+        return self._results(eqn, [any(ends[exit_] for exit_ in exits) for exits in eqn.results])
+
+    def _results(self, eqn: Equation, depend: Sequence[bool]) -> Sequence[bool]:
+        return [self._note(v, depends=depends) for v, depends in zip(eqn.outvars, depend, strict=True)]
+
+    def _note(self, var: Var, *, depends: bool) -> bool:
+        if depends:
+            self.found.add(var)
+        return depends

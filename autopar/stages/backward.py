@@ -45,6 +45,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from autopar.compat import RECOMPUTED, Literal, Var, transformations
 from autopar.program.program import Equation, operands_of, variables_of
 from autopar.program.step import TracedStep
+from autopar.program.walk import dependents_of
 from autopar.stages.segments import is_costly
 
 Weights = int
@@ -150,10 +151,7 @@ class _Flow:
         """Of a step."""
         leaves = list(zip(traced.program.invars, traced.inputs, strict=True))
         arrays = {eqn: [v for v in operands if v.aval.shape] for eqn, operands in reads.items()}
-        examples = {v for v, leaf in leaves if leaf.role == "batch"}
-        for eqn, operands in reads.items():
-            if not examples.isdisjoint(operands):
-                examples.update(eqn.outvars)
+        examples = dependents_of(traced.program, [v for v, leaf in leaves if leaf.role == "batch"])
         weights = [v for v, leaf in leaves if leaf.role != "batch" and v.aval.shape]
         past = _past(arrays, weights)
         order = list(

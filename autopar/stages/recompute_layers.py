@@ -27,9 +27,10 @@ import jax.numpy as jnp
 from autopar.avals import bytes_of
 from autopar.compat import Literal, Var, attributed_to
 from autopar.program.checkpoint_names import find_named, is_checkpoint_name
-from autopar.program.evaluate import bind_equation, retrace, wait_for
+from autopar.program.evaluate import bind_equation, wait_for
 from autopar.program.program import Atom, Equation, Program, can_be_awaited, operands_of
 from autopar.program.step import TracedStep
+from autopar.program.trace import retrace
 from autopar.rules.table import entry_for
 from autopar.stages.chain import chain_of
 from autopar.stages.dependence import Dependence

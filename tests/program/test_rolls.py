@@ -14,12 +14,12 @@ VALUES = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
 
 def rolls_of(fun, *arguments):
     """(dimension, shift) of each roll of a program, in order."""
-    program, _ = program_of(jax.make_jaxpr(fun)(*arguments), pruned=True)
+    program, _ = program_of(jax.make_jaxpr(fun)(*arguments), rearranged=True)
     return [(e.params["dimension"], e.params["shift"]) for e in program.walk() if e.primitive.name == "roll"]
 
 
 def names_of(fun, *arguments):
-    program, _ = program_of(jax.make_jaxpr(fun)(*arguments), pruned=True)
+    program, _ = program_of(jax.make_jaxpr(fun)(*arguments), rearranged=True)
     return {eqn.primitive.name for eqn in program.walk()}
 
 

@@ -39,7 +39,7 @@ def shapes_of(count, depth, width, groups):
 def test_scratch_is_what_xla_takes(compute, sizes):
     shapes = shapes_of(*sizes)[: 3 if compute is ragged else 4]
     temporaries = jax.jit(compute).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
-    program, _ = program_of(jax.make_jaxpr(compute)(*shapes), pruned=True)
+    program, _ = program_of(jax.make_jaxpr(compute)(*shapes), rearranged=True)
     found = [
         entry_for(eqn).scratch(eqn, [v.aval.shape for v in eqn.invars])
         for eqn in program.walk()

@@ -32,7 +32,7 @@ def heat(state, batch):
 
 
 def test_rows_and_where_they_go_are_divided_together():
-    program, _ = program_of(jax.make_jaxpr(ROLLED["forward"][0])(np.zeros((4, 8), np.float32)), pruned=True)
+    program, _ = program_of(jax.make_jaxpr(ROLLED["forward"][0])(np.zeros((4, 8), np.float32)), rearranged=True)
     (eqn,) = program.equations
     assert str(rule_for(eqn)) == "a b -> a c | whole: b c | together: b c | linear: 0 | any"
 

@@ -22,17 +22,17 @@ import dataclasses
 import enum
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple, cast
 
-from autopar.compat import Literal, Var
+from autopar.compat import Var
 from autopar.cost_model.machine import Overlap
 from autopar.cost_model.overlap import Communication, Kind, alone, beside
 from autopar.plan import WITHIN, Plan
-from autopar.program.loops import Entry, Exit, LoopEquation, Nested
-from autopar.program.program import Equation, Program, operands_of, variables_of
+from autopar.program.loops import LoopEquation, Nested
+from autopar.program.program import Program, operands_of, variables_of
 from autopar.program.step import TracedStep
-from autopar.program.walk import Scope, StaticDomain
+from autopar.program.walk import dependents_of
 from autopar.rules.table import entry_for
 
 SUMS = ("all-reduce", "reduce-scatter")
@@ -74,14 +74,12 @@ _FOUND: weakref.WeakKeyDictionary[TracedStep, Needs] = weakref.WeakKeyDictionary
 def find_needs(traced: TracedStep) -> Needs:
     """What each value of a step is needed for; found once."""
     if traced not in _FOUND:
-        domain, leaves = _Examples(), list(zip(traced.program.invars, traced.inputs, strict=True))
-        given = {v: leaf.role == "batch" or leaf.streamed for v, leaf in leaves}
-        domain.found.update(v for v, is_given in given.items() if is_given)
-        Scope(domain, given).run(traced.program.equations)
+        leaves = zip(traced.program.invars, traced.inputs, strict=True)
+        examples = dependents_of(traced.program, [v for v, x in leaves if x.role == "batch" or x.streamed])
         outputs = zip(traced.program.outvars, traced.outputs, strict=True)
         awaited = {v for v, leaf in outputs if leaf.streamed and isinstance(v, Var)}
-        _mark_awaited(traced.program, awaited, domain.found)
-        _FOUND[traced] = Needs(frozenset(domain.found), frozenset(awaited))
+        _mark_awaited(traced.program, awaited, examples)
+        _FOUND[traced] = Needs(frozenset(examples), frozenset(awaited))
     return _FOUND[traced]
 
 
@@ -170,46 +168,6 @@ def _hide(moved: Moved, window_s: float, overlap: Overlap) -> Communication:
         buckets = math.ceil(moved.bytes / overlap.bucket_bytes)
         window_s = (1 - 1 / buckets) * min(moved.seconds, window_s)
     return beside(overlap, moved.kind, comm_s=moved.seconds, compute_s=window_s)
-
-
-class _Examples(StaticDomain[bool]):
-    """A value is whether it depends on an example; `found`: the variables that do."""
-
-    def __init__(self) -> None:
-        self.found: set[Var] = set()
-
-    def literal(self, atom: Literal, scope: Scope[bool]) -> bool:
-        return False
-
-    def operation(self, eqn: Equation, scope: Scope[bool]) -> Sequence[bool]:
-        return self._results(eqn, [any(v in self.found for v in operands_of(eqn))] * len(eqn.outvars))
-
-    def enter(self, entry: Entry, scope: Scope[bool], inner: Scope[bool]) -> bool:
-        return self._note(entry.var, depends=scope.value(entry.atom))
-
-    def pass_on(self, entry: Entry, value: bool, inner: Scope[bool]) -> bool:
-        return self._note(entry.var, depends=value)
-
-    def carries_change(self, nested: Nested, inner: Scope[bool]) -> bool:
-        grown = [e.carry.var for e in nested.exits if e.carry is not None and inner.value(e.atom)]
-        grown = [var for var in grown if not inner.values[var]]
-        for var in grown:
-            inner.values[var] = self._note(var, depends=True)
-        return bool(grown)
-
-    def leave(self, exit_: Exit, inner: Scope[bool]) -> bool:
-        return inner.value(exit_.atom)
-
-    def finish(self, eqn: LoopEquation, ends: Mapping[Exit, bool], scope: Scope[bool]) -> Sequence[bool]:
-        return self._results(eqn, [any(ends[exit_] for exit_ in exits) for exits in eqn.results])
-
-    def _results(self, eqn: Equation, depend: Sequence[bool]) -> Sequence[bool]:
-        return [self._note(v, depends=depends) for v, depends in zip(eqn.outvars, depend, strict=True)]
-
-    def _note(self, var: Var, *, depends: bool) -> bool:
-        if depends:
-            self.found.add(var)
-        return depends
 
 
 def _mark_awaited(program: Program, awaited: set[Var], examples: set[Var]) -> None:
