@@ -8,14 +8,14 @@ mixes is named, which need not be the one that the user has in mind.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 
 from autopar.compat import Literal as JaxLiteral
 from autopar.compat import Var, functions_around, source_line
 from autopar.microbatches.examples import ONE_BY_ONE
 from autopar.microbatches.time_plan import TimePlan
-from autopar.program.loops import LoopEquation
-from autopar.program.program import Equation
+from autopar.program.loops import Filled, LoopEquation
+from autopar.program.program import Equation, hands_on, variables_of
 from autopar.program.step import TracedStep
 from autopar.rules.factor_rule import FactorRule
 from autopar.rules.table import entry_for, flops_of, has_rule
@@ -105,52 +105,105 @@ def _first_mixing(
     traced: TracedStep, plan: TimePlan, examples: Mapping[Equation, frozenset[str]], *, among: set[Equation]
 ) -> MixedExamples | None:
     """The first of these operations, going forward from the batch, that no strategy lets work on one microbatch alone."""
-    rules, pending = plan.assignment.rules, set[Var]()
     only_batch = {v for v, leaf in zip(traced.program.invars, traced.inputs, strict=True) if leaf.role == "batch"}
-    for eqn in (eqn for eqn in plan.assignment.program.equations if eqn in among):
-        operands = [v for v in eqn.invars if not isinstance(v, JaxLiteral)]
-        marked = examples.get(eqn, frozenset())
-        if marked and any(entry_for(inner).once for inner, _ in walk_with_trips(eqn)):
-            return MixedExamples(
-                eqn.primitive.name, _line(plan, eqn), "calls Python once in a step, which no microbatch can do for all"
-            )
-        if not isinstance(eqn, LoopEquation) and marked & _behind(rules[eqn]):
-            return MixedExamples(
-                eqn.primitive.name, _line(plan, eqn), "puts the examples behind another dimension, instead of before it"
-            )
-        if all(v in only_batch for v in operands):
-            only_batch.update(eqn.outvars)
-            continue
+    search = _Search(plan, examples, only_batch)
+    found = search.first([eqn for eqn in plan.assignment.program.equations if eqn in among])
+    if found is None and search.waits_in_loop is not None:
+        reason = "needs a value that is reduced over all examples, in each iteration of a loop"
+        found = search.waits_in_loop.primitive.name, search.waits_in_loop, reason
+    return found and MixedExamples(found[0], _line(plan, found[1]), found[2])
+
+
+_CALLS = "calls Python once in a step, which no microbatch can do for all"
+
+
+class _Search:
+    """Goes through operations, and those of loops, with the values that are reduced over examples and what is made of them.
+
+    `waits_in_loop`: the first operation of a loop that takes such a value and that no single terms of it would do for.
+    """
+
+    def __init__(self, plan: TimePlan, examples: Mapping[Equation, frozenset[str]], only_batch: set[Var]) -> None:
+        self.rules, self.examples = plan.assignment.rules, examples
+        self.only_batch, self.pending = only_batch, set[Var]()
+        self.waits_in_loop: Equation | None = None
+
+    def first(self, equations: Iterable[Equation], *, in_loop: bool = False) -> tuple[str, Equation, str] | None:
+        """(operation, equation, why): the first that mixes examples."""
+        for eqn in equations:
+            reason = self._reason(eqn)
+            if reason:
+                return eqn.primitive.name, eqn, reason
+            operands = variables_of(eqn.invars)
+            if all(v in self.only_batch for v in operands):
+                self.only_batch.update(eqn.outvars)
+            elif isinstance(eqn, LoopEquation):
+                if found := self._first_inside(eqn):
+                    return found
+            else:
+                self._follow(eqn, in_loop=in_loop)
+        return None
+
+    def _first_inside(self, loop: LoopEquation) -> tuple[str, Equation, str] | None:
+        inside = [eqn for eqn, _ in walk_with_trips(loop)]
+        calling = next((eqn for eqn in inside if entry_for(eqn).once), None)
+        if calling is not None and any(self.examples.get(eqn) for eqn in inside):
+            return calling.primitive.name, calling, _CALLS
+        for nested in loop.nested:
+            for entry in (entry for entry in nested.entries if isinstance(entry.atom, Var)):
+                if entry.atom in self.pending:
+                    self.pending.add(entry.var)
+                if entry.atom in self.only_batch and entry.filled in (Filled.CONSTANT, Filled.ROW):
+                    self.only_batch.add(entry.var)
+            if found := self.first(nested.program.equations, in_loop=True):
+                return found
+        for v, exits in zip(loop.outvars, loop.results, strict=True):
+            if any(isinstance(exit_.atom, Var) and exit_.atom in self.pending for exit_ in exits):
+                self.pending.add(v)
+        return None
+
+    def _follow(self, eqn: Equation, *, in_loop: bool) -> None:
+        """Note whether an operation's results are reduced over examples, or made of such."""
+        marked, rule = self.examples.get(eqn, frozenset()), self.rules[eqn]
+        waits = self._waits(eqn)
+        if in_loop and waits and not any(waits <= set(group) for group in rule.linear):
+            self.waits_in_loop = self.waits_in_loop or eqn
+        if waits or (marked and not _holds(rule, marked)):
+            self.pending.update(eqn.outvars)
+
+    def _waits(self, eqn: Equation) -> set[int]:
+        """The places of operands that are reduced over examples."""
+        return {place for place, v in enumerate(eqn.invars) if isinstance(v, Var) and v in self.pending}
+
+    def _reason(self, eqn: Equation) -> str | None:
+        """Why an operation mixes examples, None if it does not."""
+        marked = self.examples.get(eqn, frozenset())
+        if marked and entry_for(eqn).once:
+            return _CALLS
+        if not isinstance(eqn, LoopEquation) and marked & _behind(self.rules[eqn]):
+            return "puts the examples behind another dimension, instead of before it"
+        if all(v in self.only_batch for v in variables_of(eqn.invars)):
+            return None
         if ONE_BY_ONE in marked:
-            return MixedExamples(
-                eqn.primitive.name,
-                _line(plan, eqn),
+            return (
                 "goes through the examples one after another; compute all of them at once and leave their parts to "
-                "num_microbatches",
+                "num_microbatches"
             )
-        if isinstance(eqn, LoopEquation):
-            continue
-        rule = rules[eqn]
-        waits = [place for place, v in enumerate(eqn.invars) if not isinstance(v, JaxLiteral) and v in pending]
-        if marked and not has_rule(eqn):
-            return MixedExamples(
-                eqn.primitive.name,
-                _line(plan, eqn),
-                "has no factor rule, so that it takes all examples at once; autopar.register_rule teaches it",
-            )
+        if isinstance(eqn, LoopEquation) or not marked:
+            return None
+        rule = self.rules[eqn]
+        if not has_rule(eqn):
+            return "has no factor rule, so that it takes all examples at once; autopar.register_rule teaches it"
         if marked & rule.whole or len(marked) > 1:
-            return MixedExamples(eqn.primitive.name, _line(plan, eqn), "relates examples of the batch to each other")
-        held = any(set(factors[:1]) & marked for operand in rule.outputs for factors in operand)
-        if waits and marked and held:
-            return MixedExamples(
-                eqn.primitive.name,
-                _line(plan, eqn),
-                "needs a value that is reduced over all examples, on every example" + _in_batch_norm(eqn),
-            )
-        reduces = bool(marked) and not held
-        if reduces or waits:
-            pending.update(eqn.outvars)
-    return None
+            return "relates examples of the batch to each other"
+        if self._waits(eqn) and _holds(rule, marked) and not hands_on(eqn):
+            return "needs a value that is reduced over all examples, on every example" + _in_batch_norm(eqn)
+        return None
+
+
+def _holds(rule: FactorRule, marked: Set[str]) -> bool:
+    """Whether a result still has an index per example."""
+    return any(set(factors[:1]) & marked for operand in rule.outputs for factors in operand)
 
 
 def _in_batch_norm(eqn: Equation) -> str:

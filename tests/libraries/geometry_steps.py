@@ -93,7 +93,7 @@ def diffrax_neural_differential_equation():
 @library_step(
     "optimistix",
     "equinox",
-    refused=mixes_examples("works on all examples at once"),
+    refused=mixes_examples("needs a value that is reduced over all examples"),
     told=("the step calls Python: pure_callback",),
 )
 def optimistix_equilibrium_layer():
@@ -118,7 +118,7 @@ def optimistix_equilibrium_layer():
 @library_step(
     "lineax",
     "equinox",
-    refused=mixes_examples("works on all examples at once"),
+    refused=mixes_examples("needs a value that is reduced over all examples"),
     told=("the step calls Python: pure_callback",),
 )
 def lineax_ridge_regression_inside_a_layer():

@@ -91,7 +91,8 @@ def optax_sharpness_aware():
 
 @library_step(
     "optax",
-    refused=mixes_examples("works on all examples at once"),
+    refused=mixes_examples("needs a value that is reduced over all examples, on every example"),
+    told=("are weakly typed",),
 )
 def optax_lbfgs_with_a_line_search():
     tx, batch = optax.lbfgs(memory_size=3), labelled(8)

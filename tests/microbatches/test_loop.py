@@ -2,33 +2,25 @@
 
 import functools
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen, nnx
 
 import autopar
-from autopar.errors import ArgumentError, UnsupportedProgramError
+from autopar.errors import ArgumentError
 from autopar.microbatches.counts import cut_into_microbatches, microbatch_counts
 from autopar.microbatches.loop import TimeLoop
 from autopar.microbatches.mixing import MixedExamples
 from autopar.microbatches.phases import plan_time
 from autopar.models.registry import build
-from autopar.program.call import CallSignature, bind_arguments
-from autopar.program.trace import trace
 from tests import zoo
 from tests.fast_part import on_the_diagonal
+from tests.microbatches.small_steps import linear, traced_of
 from tests.oracles import assert_same_as_jit, assert_trees_close
 
 ZOO = {"bert": zoo.build_bert, "gpt": zoo.build_gpt, "moe": zoo.build_moe, "t5": zoo.build_t5, "unet": zoo.build_unet}
-
-
-def traced_of(step, *args):
-    signature = CallSignature(step, (1,), (), "auto")
-    return trace(signature, bind_arguments(signature, args, {}))
 
 
 def run_in_microbatches(step, count, *args):
@@ -40,13 +32,6 @@ def run_in_microbatches(step, count, *args):
     flat = [jnp.asarray(x) for x in jax.tree.leaves(args)]
     sliced = [x.reshape(leaf.shape) for x, leaf in zip(flat, loop.inputs(), strict=False)]
     return jax.tree.unflatten(traced.out_tree, jax.jit(loop.run)(*sliced, *traced.constants))
-
-
-def mixing(step, count, *args):
-    """What is said of a step that mixes examples."""
-    plan = plan_time(traced_of(step, *args), count)
-    assert isinstance(plan, MixedExamples), "this step was cut into microbatches"
-    return plan
 
 
 @pytest.mark.sampled(4)
@@ -61,17 +46,6 @@ def with_result(name):
     """A model of the zoo and what its step returns; to build and compile it takes longest here, and every count needs it."""
     step, state, batch = ZOO[name]()
     return (step, state, batch), jax.jit(step)(state, batch)
-
-
-def linear(rows=8, width=6):
-    generator = np.random.default_rng(0)
-    weights = jnp.asarray(generator.normal(size=(width, width)), jnp.float32)
-    batch = {
-        "x": jnp.asarray(generator.normal(size=(rows, width)), jnp.float32),
-        "y": jnp.asarray(generator.normal(size=(rows, width)), jnp.float32),
-        "mask": jnp.asarray(generator.integers(2, size=(rows,)), jnp.float32).at[0].set(1),
-    }
-    return weights, batch
 
 
 def losses(weights, batch):
@@ -177,59 +151,6 @@ def test_a_loss_that_is_not_a_sum_over_examples_is_not_cut_where_its_gradient_ne
     plan = plan_time(traced_of(step, *linear()), 4)
     if not isinstance(plan, MixedExamples):
         assert_trees_close(run_in_microbatches(step, 4, *linear()), jax.jit(step)(*linear()))
-
-
-def test_a_contrastive_loss_is_refused_at_the_product_that_mixes_examples():
-    def step(weights, batch):
-        def loss(weights):
-            a, b = batch["x"] @ weights, batch["y"] @ weights
-            return -jnp.mean(jax.nn.log_softmax(a @ b.T)[jnp.arange(8), jnp.arange(8)])
-
-        return weights - 0.1 * jax.grad(loss)(weights)
-
-    found = mixing(step, 4, *linear())
-    assert found.operation == "dot_general"
-    assert "test_loop.py" in found.source
-    assert "relates examples of the batch to each other" in found.reason
-
-
-def test_batch_normalisation_is_refused_at_the_operation_that_needs_the_mean():
-    step, state, batch = zoo.build_resnet_block()
-    found = mixing(step, 2, state, batch)
-    assert "needs a value that is reduced over all examples" in found.reason
-    assert "zoo.py" in found.source
-
-
-def linen_norm(x):
-    norm = linen.BatchNorm(use_running_average=False)
-    return norm.apply(norm.init(jax.random.key(0), x), x, mutable=["batch_stats"])[0]
-
-
-def nnx_norm(x):
-    return nnx.BatchNorm(x.shape[-1], rngs=nnx.Rngs(0))(x)
-
-
-def equinox_norm(x):
-    norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(x.shape[-1], axis_name="examples", mode="batch")
-    return jax.vmap(lambda one: norm(one, state)[0], axis_name="examples")(x)
-
-
-@pytest.mark.parametrize("norm", [linen_norm, nnx_norm, equinox_norm])
-def test_batch_normalisation_inside_a_library_is_called_by_its_name(norm):
-    def step(weights, batch):
-        gradient = jax.grad(lambda weights: jnp.mean((norm(batch["x"] @ weights) @ weights.T - batch["x"]) ** 2))(
-            weights
-        )
-        return weights - 0.1 * gradient, 0.0
-
-    found = mixing(step, 4, *linear())
-    assert "(BatchNorm, whose statistics are of the whole batch" in found.reason
-
-
-def test_a_step_that_mixes_examples_is_refused_with_the_line():
-    step, state, batch = zoo.build_resnet_block()
-    with pytest.raises(UnsupportedProgramError, match=r"cannot be cut into 2 microbatches: \w+ at .*zoo\.py"):
-        cut_into_microbatches(traced_of(step, state, batch), 2)
 
 
 def with_leaves_for_all_examples(rows=32, width=32):
