@@ -110,8 +110,11 @@ def _first_mixing(
     found = search.first([eqn for eqn in plan.assignment.program.equations if eqn in among])
     if found is None and search.waits_in_loop is not None:
         reason = "needs a value that is reduced over all examples, in each iteration of a loop"
-        found = search.waits_in_loop.primitive.name, search.waits_in_loop, reason
-    return found and MixedExamples(found[0], _line(plan, found[1]), found[2])
+        found = search.waits_in_loop, reason
+    if found is None:
+        return None
+    eqn, reason = found
+    return MixedExamples(eqn.primitive.name, _line(plan, eqn), reason)
 
 
 _CALLS = "calls Python once in a step, which no microbatch can do for all"
@@ -128,12 +131,12 @@ class _Search:
         self.only_batch, self.pending = only_batch, set[Var]()
         self.waits_in_loop: Equation | None = None
 
-    def first(self, equations: Iterable[Equation], *, in_loop: bool = False) -> tuple[str, Equation, str] | None:
-        """(operation, equation, why): the first that mixes examples."""
+    def first(self, equations: Iterable[Equation], *, in_loop: bool = False) -> tuple[Equation, str] | None:
+        """(operation, why): the first that mixes examples."""
         for eqn in equations:
             reason = self._reason(eqn)
             if reason:
-                return eqn.primitive.name, eqn, reason
+                return eqn, reason
             operands = variables_of(eqn.invars)
             if all(v in self.only_batch for v in operands):
                 self.only_batch.update(eqn.outvars)
@@ -144,11 +147,11 @@ class _Search:
                 self._follow(eqn, in_loop=in_loop)
         return None
 
-    def _first_inside(self, loop: LoopEquation) -> tuple[str, Equation, str] | None:
+    def _first_inside(self, loop: LoopEquation) -> tuple[Equation, str] | None:
         inside = [eqn for eqn, _ in walk_with_trips(loop)]
         calling = next((eqn for eqn in inside if entry_for(eqn).once), None)
         if calling is not None and any(self.examples.get(eqn) for eqn in inside):
-            return calling.primitive.name, calling, _CALLS
+            return calling, _CALLS
         for nested in loop.nested:
             for entry in (entry for entry in nested.entries if isinstance(entry.atom, Var)):
                 if entry.atom in self.pending:
