@@ -233,7 +233,7 @@ class MeshSearch:
 
     def _note_excess(self, temporaries: int, limit: int) -> None:
         """State in its smallest layouts costs little, so it is what else is alive that has to shrink."""
-        kept = self.memory.least_parts()[0]
+        kept = self.memory.least_kept()
         self.excess = temporaries / (limit - kept) if kept < limit else math.inf
 
     def _describe(self, choice: Chosen, copy_span: int | None, unlimited_s: float) -> PlannedStep:

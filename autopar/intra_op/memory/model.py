@@ -128,11 +128,9 @@ class MemoryModel:
         kept = sum(t.bytes for t in tensors if t.is_kept)
         return kept, math.ceil((peak - kept) / self.tuning.temporaries_margin)
 
-    def least_parts(self) -> tuple[int, int]:
-        """The same if every value could take its smallest layout."""
-        peak, tensors = self.least()
-        kept = sum(t.bytes for t in tensors if t.is_kept)
-        return kept, math.ceil((peak - kept) / self.tuning.temporaries_margin)
+    def least_kept(self) -> int:
+        """The bytes per device that are kept, if every value could take its smallest layout."""
+        return sum(int(self._sizes(self._whole.values[v]).min()) for v in self._kept(self._whole))
 
     @functools.cached_property
     def _whole(self) -> DeviceProgram:
@@ -147,8 +145,6 @@ class MemoryModel:
         """Bytes per device below which `required` is for no choice: least inputs and results, and the least that one operation
         takes at once: what it makes, and what is handed to it if something else made that; of a loop, what it carries; of a
         scatter, where it is not added to anything, its result."""
-        program = self._whole
-        kept = sum(int(self._sizes(program.values[v]).min()) for v in self._kept(program))
         there = _there_anyway(self.graph.program)
         summed = _summed(self.graph.program, turned=True) if self.compiler.adds_into_products else set[Var]()
         outside = there | summed
@@ -161,7 +157,7 @@ class MemoryModel:
             most = max(most, min(self._together(eqn, made, s) for s in node.choices.strategies))
         for together in sure_buffers(self.graph.program, there):
             most = max(most, sum(self._least_of(v) for v in together))
-        return kept + math.ceil(most / self.tuning.temporaries_margin)
+        return self.least_kept() + math.ceil(most / self.tuning.temporaries_margin)
 
     def least_of_inputs(self) -> int:
         """Bytes per device of the inputs that are there as wholes, each in its smallest layout; `bound` is never less."""
