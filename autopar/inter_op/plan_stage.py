@@ -228,10 +228,12 @@ class StagePlanning:
         limit, whole = self._limit(job), job.request.memory_limit_bytes
         return limit if limit is not None or whole is None else whole * self._chunks
 
-    def restore(self, job: StageJob, plan: Plan, room: int | None) -> PlannedWithin:
-        """The stage that a plan describes."""
-        cluster = job.request.cluster
-        return PlannedWithin(self._in_flight(price_stage(job.program, plan, _assign(job, plan), cluster=cluster)), room)
+
+def take_over(planned: PlannedWithin, job: StageJob) -> PlannedWithin:
+    """A stage that a fork has planned, with the program that this process has of it."""
+    stage = planned.stage
+    assign = functools.partial(_assign, job, stage.plan)
+    return dataclasses.replace(planned, stage=dataclasses.replace(stage, program=job.program, assign=assign))
 
 
 def _move(stage: StagedStage, job: StageJob) -> StagedStage | None:

@@ -27,6 +27,7 @@ from autopar.inter_op.plan_stage import (
     StagePlanning,
     StagesTooLargeError,
     plan_program,
+    take_over,
 )
 from autopar.inter_op.stage_seconds import Staged, StagedStage, price_stage
 from autopar.intra_op.choices.allowed_values import allowed_inputs, allowed_outputs
@@ -269,7 +270,7 @@ def _plan_leaders(
 ) -> dict[int, StagedStage | OutOfMemoryError]:
     """The first stage of each kind on each choice of meshes, planned side by side; under constraints, every stage.
 
-    A fork sends the plan alone, which is small; this process restores the assignment from it.
+    A fork sends the plan and figures alone, which are small. Each process traces the programs of the stages that it plans.
     """
     leaders: dict[tuple[int, int | tuple[LogicalMesh, ...]], int] = {}
     for number, job in enumerate(jobs):
@@ -277,17 +278,15 @@ def _plan_leaders(
     known = {number: planning.find_known(jobs[number]) for number in leaders.values()}
     numbers = [number for number, stage in known.items() if stage is None]
 
-    def restore_sent(place: int, sent: object) -> PlannedWithin | OutOfMemoryError:
-        if isinstance(sent, OutOfMemoryError):
-            return sent
-        return planning.restore(jobs[numbers[place]], *cast(tuple[Plan, int | None], sent))
+    def take(place: int, sent: object) -> PlannedWithin | OutOfMemoryError:
+        found = cast(PlannedWithin | OutOfMemoryError, sent)
+        return found if isinstance(found, OutOfMemoryError) else take_over(found, jobs[numbers[place]])
 
     outcomes = run_side_by_side(
         [functools.partial(planning.try_plan, jobs[number]) for number in numbers],
         processes=processes,
-        weights=[len(jobs[n].program.step.inputs) * jobs[n].request.meshes[0].size for n in numbers],
-        pack=lambda one: one if isinstance(one, OutOfMemoryError) else (one.stage.plan, one.room),
-        unpack=restore_sent,
+        weights=[len(jobs[n].program.inputs) * jobs[n].request.meshes[0].size for n in numbers],
+        unpack=take,
         ends_at_error=True,
     )
     found: dict[int, StagedStage | OutOfMemoryError]

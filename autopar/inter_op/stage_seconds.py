@@ -60,6 +60,10 @@ class StagedStage:
         """Its (forward, backward) in a schedule, which may split backward."""
         return self.forward_s, self.backward_s + (self.split_s if "weight_gradient" in schedule.kinds else 0.0)
 
+    def __getstate__(self) -> dict[str, object]:
+        """What a fork sends of it: the plan and figures. The process that asked has the program, and makes the assignment."""
+        return {name: value for name, value in vars(self).items() if name not in ("program", "assign", "assignment")}
+
     @functools.cached_property
     def assignment(self) -> Assignment:
         """The strategies of its operations."""
