@@ -12,7 +12,7 @@ import collections
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -266,16 +266,29 @@ class PlannedLayers:
         kinds = dict.fromkeys(self._first if not common_alone else [self._common])
         first = [self._common] if self._is_usual else []
         for layers in (first, [layer for layer in kinds if layer not in first]):
-            keys = dict.fromkeys(self._key(layer, size) for size in sorted(sizes, reverse=True) for layer in layers)
-            new = [key for key in keys if key not in self._planned]
-            for layer, _ in new:
-                self._program(layer)  # before this process forks, so that every fork has it
+            new = self._not_planned(self._key(layer, size) for size in sorted(sizes, reverse=True) for layer in layers)
             is_idle = layers is first and 0 < len(new) < self._request.processes
             ahead = [key for key in self._ahead(perhaps) if key not in new] if is_idle else []
             self._plan_keys(new, ahead)
 
+    def plan_stages(self, stages: Sequence[ChosenStage]) -> None:
+        """Plan the layers of stages on the devices of each, side by side; the layer that repeats first, as in `plan`."""
+        sizes = {stage: size_of(stage.submesh) for stage in stages}
+        new = self._not_planned(
+            self._key(layer, size)
+            for stage, size in sizes.items()
+            for layer in range(stage.first_layer, stage.end_layer)
+        )
+        for is_first in (True, False):
+            self._plan_keys([key for key in new if (self._is_usual and key[0] == self._common) is is_first], [])
+
+    def _not_planned(self, keys: Iterable[_Key]) -> list[_Key]:
+        return [key for key in dict.fromkeys(keys) if key not in self._planned]
+
     def _plan_keys(self, new: list[_Key], ahead: list[_Key]) -> None:
         """Plan layers side by side, some of them before anybody has asked for them."""
+        for layer, _ in new:
+            self._program(layer)  # before this process forks, so that every fork has it
         jobs: list[Callable[[], _PlannedLayer | _TooLarge | _Failed]]
         jobs = [functools.partial(self._plan_key, key) for key in new]
         jobs += [functools.partial(self._try_key, key) for key in ahead]

@@ -369,7 +369,10 @@ class _StageSearch:
         )
 
     def _find_meshes(self, way: Timetable, choice: StageChoice) -> tuple[tuple[LogicalMesh, ...], ...]:
-        return tuple(self._layers_of(way, stage).meshes(stage) for stage in choice.stages)
+        layers = [self._layers_of(way, stage) for stage in choice.stages]
+        for own in dict.fromkeys(layers):
+            own.plan_stages([stage for stage, its in zip(choice.stages, layers, strict=True) if its is own])
+        return tuple(own.meshes(stage) for own, stage in zip(layers, choice.stages, strict=True))
 
     def _layers_of(self, way: Timetable, stage: ChosenStage) -> PlannedLayers:
         """The layers as they are planned on the kind of node of a stage."""
