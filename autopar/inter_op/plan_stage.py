@@ -231,9 +231,12 @@ class StagePlanning:
 
 def take_over(planned: PlannedWithin, job: StageJob) -> PlannedWithin:
     """A stage that a fork has planned, with the program that this process has of it."""
-    stage = planned.stage
-    assign = functools.partial(_assign, job, stage.plan)
-    return dataclasses.replace(planned, stage=dataclasses.replace(stage, program=job.program, assign=assign))
+    stage, memory = planned.stage, planned.stage.memory
+    assign = functools.cache(functools.partial(_assign, job, stage.plan))
+    memory = dataclasses.replace(memory, tasks=memory.tasks.of(job.program, assign))
+    return dataclasses.replace(
+        planned, stage=dataclasses.replace(stage, program=job.program, assign=assign, memory=memory)
+    )
 
 
 def _move(stage: StagedStage, job: StageJob) -> StagedStage | None:

@@ -193,7 +193,7 @@ def stage_memory(
         received_bytes=received,
         stage=program.stage,
         passing=() if loop is None else _passing(program, plan, assignment),
-        tasks=TaskMemories(program, assignment, compiler),
+        tasks=TaskMemories(program, lambda: assignment, compiler),
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -37,12 +37,29 @@ class TaskMemory:
     working_bytes: Mapping[TaskKind, int]
 
 
+_RECKONED = ("whole", "split", "outside_bytes")
+
+
 class TaskMemories:
     """The memory of a stage's tasks, with a whole and with a split backward, reckoned when it is first asked for."""
 
-    def __init__(self, program: StageProgram, assignment: Assignment, compiler: Compiler) -> None:
-        """Of a planned stage."""
-        self._program, self._assignment, self._compiler = program, assignment, compiler
+    def __init__(self, program: StageProgram, assign: Callable[[], Assignment], compiler: Compiler) -> None:
+        """Of a planned stage; `assign` makes its assignment."""
+        self._program, self._assign, self._compiler = program, assign, compiler
+
+    def __getstate__(self) -> dict[str, object]:
+        """What a fork sends: what it has reckoned. The rest is left to whoever has the program (`of`)."""
+        return {name: value for name, value in vars(self).items() if name in (*_RECKONED, "_compiler")}
+
+    def of(self, program: StageProgram, assign: Callable[[], Assignment]) -> TaskMemories:
+        """What a fork has sent, with the program and the assignment of this process."""
+        there = TaskMemories(program, assign, self._compiler)
+        vars(there).update((name, value) for name, value in vars(self).items() if name in _RECKONED)
+        return there
+
+    @functools.cached_property
+    def _assignment(self) -> Assignment:
+        return self._assign()
 
     @functools.cached_property
     def whole(self) -> TaskMemory:
