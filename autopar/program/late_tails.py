@@ -160,10 +160,8 @@ class _Tails:
         readers.update(variables_of(self.body.outvars))
         found = dict[int, Equation]()
         for i, out in enumerate(self.body.outvars[: self.scan.loop.carries]):
-            carry, eqn = (
-                self.body.invars[self.scan.loop.consts + i],
-                self.maker.get(out) if isinstance(out, Var) else None,
-            )
+            carry = self.body.invars[self.scan.loop.consts + i]
+            eqn = self.maker.get(out) if isinstance(out, Var) else None
             if eqn is not None and eqn.primitive.name in ADDING and carry in eqn.invars and readers[carry] == 1:
                 found |= {i: eqn} if readers[eqn.outvars[0]] == 1 else {}
         return found
@@ -229,7 +227,9 @@ class _Late:
         self._add_tails(values, {*inputs[rows:], *self.sums})
         with attributed_to(self.scan):
             for i, v in self.moved.items():
-                found[i] = values[v] if i >= loop.carries else found[i] + jnp.sum(values[v], axis=0)
+                found[i] = (
+                    values[v] if i >= loop.carries else found[i] + jnp.sum(values[v], axis=0, dtype=values[v].dtype)
+                )
         return [found[i] for i in range(len(results))]
 
     def _add_tails(self, values: dict[Var, jax.Array], stacks: set[Var]) -> None:
