@@ -15,7 +15,7 @@ from autopar.compat import Var, functions_around, source_line
 from autopar.microbatches.examples import ONE_BY_ONE
 from autopar.microbatches.time_plan import TimePlan
 from autopar.program.loops import Filled, LoopEquation
-from autopar.program.program import Equation, hands_on, variables_of
+from autopar.program.program import Atom, Equation, hands_on, variables_of
 from autopar.program.step import TracedStep
 from autopar.rules.factor_rule import FactorRule
 from autopar.rules.table import entry_for, flops_of, has_rule
@@ -109,29 +109,31 @@ def _first_mixing(
     search = _Search(plan, examples, only_batch)
     found = search.first([eqn for eqn in plan.assignment.program.equations if eqn in among])
     if found is None and search.waits_in_loop is not None:
-        reason = "needs a value that is reduced over all examples, in each iteration of a loop"
-        found = search.waits_in_loop, reason
+        eqn, where = search.waits_in_loop
+        found = eqn, f"needs a value that is reduced over all examples, {where}"
     if found is None:
         return None
     eqn, reason = found
     return MixedExamples(eqn.primitive.name, _line(plan, eqn), reason)
 
 
+_IN_LOOP, _WITHIN = "in each iteration of a loop", {"cond": "in a branch"}
 _CALLS = "calls Python once in a step, which no microbatch can do for all"
 
 
 class _Search:
     """Goes through operations, and those of loops, with the values that are reduced over examples and what is made of them.
 
-    `waits_in_loop`: the first operation of a loop that takes such a value and that no single terms of it would do for.
+    `waits_in_loop`: the first operation of a loop or a branch that takes such a value and that no single terms of it would do
+    for, and where it is.
     """
 
     def __init__(self, plan: TimePlan, examples: Mapping[Equation, frozenset[str]], only_batch: set[Var]) -> None:
         self.rules, self.examples = plan.assignment.rules, examples
         self.only_batch, self.pending = only_batch, set[Var]()
-        self.waits_in_loop: Equation | None = None
+        self.waits_in_loop: tuple[Equation, str] | None = None
 
-    def first(self, equations: Iterable[Equation], *, in_loop: bool = False) -> tuple[Equation, str] | None:
+    def first(self, equations: Iterable[Equation], *, within: str = "") -> tuple[Equation, str] | None:
         """(operation, why): the first that mixes examples."""
         for eqn in equations:
             reason = self._reason(eqn)
@@ -141,13 +143,13 @@ class _Search:
             if all(v in self.only_batch for v in operands):
                 self.only_batch.update(eqn.outvars)
             elif isinstance(eqn, LoopEquation):
-                if found := self._first_inside(eqn):
+                if found := self._first_inside(eqn, within or _WITHIN.get(eqn.loop.kind, _IN_LOOP)):
                     return found
             else:
-                self._follow(eqn, in_loop=in_loop)
+                self._follow(eqn, within)
         return None
 
-    def _first_inside(self, loop: LoopEquation) -> tuple[Equation, str] | None:
+    def _first_inside(self, loop: LoopEquation, within: str) -> tuple[Equation, str] | None:
         inside = [eqn for eqn, _ in walk_with_trips(loop)]
         calling = next((eqn for eqn in inside if entry_for(eqn).once), None)
         if calling is not None and any(self.examples.get(eqn) for eqn in inside):
@@ -158,25 +160,33 @@ class _Search:
                     self.pending.add(entry.var)
                 if entry.atom in self.only_batch and entry.filled in (Filled.CONSTANT, Filled.ROW):
                     self.only_batch.add(entry.var)
-            if found := self.first(nested.program.equations, in_loop=True):
-                return found
+            is_settled = False
+            while not is_settled:  # what an iteration hands to the next one may be pending there for the first time
+                if found := self.first(nested.program.equations, within=within):
+                    return found
+                carried = {e.carry.var for e in nested.exits if e.carry is not None and self._is_pending(e.atom)}
+                is_settled = carried <= self.pending
+                self.pending |= carried
         for v, exits in zip(loop.outvars, loop.results, strict=True):
-            if any(isinstance(exit_.atom, Var) and exit_.atom in self.pending for exit_ in exits):
+            if any(self._is_pending(exit_.atom) for exit_ in exits):
                 self.pending.add(v)
         return None
 
-    def _follow(self, eqn: Equation, *, in_loop: bool) -> None:
+    def _is_pending(self, atom: Atom) -> bool:
+        return isinstance(atom, Var) and atom in self.pending
+
+    def _follow(self, eqn: Equation, within: str) -> None:
         """Note whether an operation's results are reduced over examples, or made of such."""
         marked, rule = self.examples.get(eqn, frozenset()), self.rules[eqn]
         waits = self._waits(eqn)
-        if in_loop and waits and not any(waits <= set(group) for group in rule.linear):
-            self.waits_in_loop = self.waits_in_loop or eqn
+        if within and waits and not any(waits <= set(group) for group in rule.linear):
+            self.waits_in_loop = self.waits_in_loop or (eqn, within)
         if waits or (marked and not _holds(rule, marked)):
             self.pending.update(eqn.outvars)
 
     def _waits(self, eqn: Equation) -> set[int]:
         """The places of operands that are reduced over examples."""
-        return {place for place, v in enumerate(eqn.invars) if isinstance(v, Var) and v in self.pending}
+        return {place for place, v in enumerate(eqn.invars) if self._is_pending(v)}
 
     def _reason(self, eqn: Equation) -> str | None:
         """Why an operation mixes examples, None if it does not."""

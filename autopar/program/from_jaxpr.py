@@ -62,8 +62,8 @@ def program_of(closed: Any, *, rearranged: bool = False) -> tuple[Program, tuple
 class _ProgramBuilder:
     """Equations of one scope while jaxprs are inlined into it."""
 
-    def __init__(self, *, rearranged: bool) -> None:
-        self.rearranged = rearranged
+    def __init__(self, *, rearranged: bool, is_way_back: bool = False) -> None:
+        self.rearranged, self.is_way_back = rearranged, is_way_back
         self.equations: list[Equation] = []
         self.constants: list[tuple[Var, Any]] = []
         self.tag: Tag | None = None
@@ -168,7 +168,8 @@ class _ProgramBuilder:
             self.equations.append(made)
             return list(outs)
         loop = self._open(made, *opened(self, eqn, operands))
-        late = with_late_tails(loop) if self.rearranged and loop.loop.kind == "scan" else None
+        is_moved = self.rearranged and loop.loop.kind == "scan" and self._goes_back(eqn)
+        late = with_late_tails(loop) if is_moved else None
         if late is None:
             self.equations.append(loop)
             return list(outs)
@@ -217,10 +218,14 @@ class _ProgramBuilder:
         """The scope's equations, rolls as one operation each."""
         return tuple(with_rolls(self.equations, results))
 
-    def region(self, closed: Any) -> tuple[Program, list[Var]]:
-        """(nested program, outer constants it closes over, which are its first inputs)."""
+    def _goes_back(self, eqn: JaxprEqn) -> bool:
+        """Whether an equation is part of a derivative going back, by itself or by what it is nested in."""
+        return self.is_way_back or "transpose" in compat.transformations(eqn)
+
+    def region(self, closed: Any, around: JaxprEqn) -> tuple[Program, list[Var]]:
+        """(nested program, outer constants it closes over, which are its first inputs); `around`: the equation that it is of."""
         jaxpr = compat.open_jaxpr(closed)
-        inner = _ProgramBuilder(rearranged=self.rearranged)
+        inner = _ProgramBuilder(rearranged=self.rearranged, is_way_back=self._goes_back(around))
         args = [Var(v.aval) for v in jaxpr.invars]
         outs = inner.show_observed(inner.inline(jaxpr, inner._constants(closed), args))
         captured = [v for v, _ in inner.constants]
@@ -238,7 +243,7 @@ def _open_scan(
     builder: _ProgramBuilder, eqn: JaxprEqn, operands: list[Atom]
 ) -> tuple[Loop, list[Atom], tuple[Program, ...]]:
     consts, carries = compat.scan_counts(eqn.params)
-    body, captured = builder.region(eqn.params["jaxpr"])
+    body, captured = builder.region(eqn.params["jaxpr"], eqn)
     loop = Loop(
         kind="scan",
         consts=len(captured) + consts,
@@ -255,8 +260,8 @@ def _open_while(
     builder: _ProgramBuilder, eqn: JaxprEqn, operands: list[Atom]
 ) -> tuple[Loop, list[Atom], tuple[Program, ...]]:
     cond_n, body_n = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    condition, cond_captured = builder.region(eqn.params["cond_jaxpr"])
-    body, body_captured = builder.region(eqn.params["body_jaxpr"])
+    condition, cond_captured = builder.region(eqn.params["cond_jaxpr"], eqn)
+    body, body_captured = builder.region(eqn.params["body_jaxpr"], eqn)
     cond_consts = [*cond_captured, *operands[:cond_n]]
     body_consts = [*body_captured, *operands[cond_n : cond_n + body_n]]
     carries = operands[cond_n + body_n :]
@@ -275,7 +280,7 @@ def _open_while(
 def _open_cond(
     builder: _ProgramBuilder, eqn: JaxprEqn, operands: list[Atom]
 ) -> tuple[Loop, list[Atom], tuple[Program, ...]]:
-    opened = [builder.region(branch) for branch in eqn.params["branches"]]
+    opened = [builder.region(branch, eqn) for branch in eqn.params["branches"]]
     captured = [v for _, outer in opened for v in outer]
     regions, start = [], 0
     for region, outer in opened:

@@ -1,4 +1,4 @@
-"""What a scan over layers makes of its sums over examples, for its results alone, made after the scan.
+"""What a scan on the way back makes of its sums over examples, for its results alone, made after the scan.
 
 In: a scan that is opened. Out: a function that stacks the sums as they are and makes the results of the stacks, all layers at
 once; or None where nothing is to gain. The gradient of a weight under `exp` is a sum times that exponential, and a gradient in
@@ -37,6 +37,8 @@ SCALING = ("mul", "div")
 PRODUCTS = ("dot_general", "conv_general_dilated")
 ALIASES = ("optimization_barrier",)
 """Operations that keep values apart, which is nothing that a value after the scan needs."""
+ALONE = ("random_", "rng_", "threefry", "pure_callback", "io_callback", "ffi_call")
+"""What operations begin with that draw other bits for many rows, or ask somebody who may take one row alone."""
 MOST_BYTES = 2
 """Stacks of sums may be as many times larger than the results: sums in `float32` of what is stacked in `bfloat16`."""
 LITTLE = 0.25
@@ -47,7 +49,7 @@ Results = tuple[jax.Array, ...]
 
 
 def with_late_tails(scan: LoopEquation) -> Callable[..., Arrays] | None:
-    """The function of a scan's operands whose tails come after the scan, None if it has none worth it."""
+    """The function of a scan's operands whose tails come after the scan; None if it has none worth it."""
     first, inputs = scan.loop.consts, scan.regions[0].invars
     tails = _Tails(scan, (*inputs[:first], *inputs[first + scan.loop.carries :]))
     moved = tails.worth_moving()
@@ -61,6 +63,8 @@ class _Tails:
         rows: made of constants and rows of the scan alone, of its weights above all.
         sums: over examples, as far as shapes tell, and what nested scans make of rows: what a tail has from a stack.
         tails: made of sums and rows by operations that are not linear. Those of rows alone are rows, too.
+        products: of the shape of a row, as gradients of weights are, which may be sums over examples or not.
+        rounded: what casts and linear operations make of products. Of other operations, products have no tails.
 
     `rows`: the body's inputs that are some. `given`: carries that are sums before each iteration.
     """
@@ -68,6 +72,8 @@ class _Tails:
     def __init__(self, scan: LoopEquation, rows: Iterable[Var], *, given: Set[Var] = frozenset()) -> None:
         self.scan, (self.body,) = scan, scan.regions
         self.rows, self.sums, self.tails = set(rows), set(given), set[Var]()
+        self.products, self.rounded = set[Var](), set[Var]()
+        self.like_rows = {tuple(sorted(v.aval.shape)) for v in self.rows}
         self.maker = {v: eqn for eqn in self.body.equations for v in eqn.outvars}
         for eqn in self.body.equations:
             self._enter(eqn)
@@ -93,6 +99,14 @@ class _Tails:
             self.tails.update(eqn.outvars)
         elif _is_sum(eqn):
             self.sums.update(eqn.outvars)
+        elif self._is_like_a_row(eqn):
+            self.products.update(eqn.outvars)
+        elif operands and _rounds(eqn) and all(v in self.products or v in self.rounded for v in operands):
+            self.rounded.update(eqn.outvars)
+
+    def _is_like_a_row(self, eqn: Equation) -> bool:
+        """Whether it is a product of the shape of a row, as the gradient of a weight is, whichever dimension counts examples."""
+        return eqn.primitive.name in PRODUCTS and tuple(sorted(eqn.outvars[0].aval.shape)) in self.like_rows
 
     def _stacked_by(self, scan: LoopEquation) -> list[Var]:
         """The results of a nested scan that are stacks of sums or of what it makes of rows, or sums added up from zero."""
@@ -100,15 +114,11 @@ class _Tails:
         operands = list(zip(body.invars, scan.invars, strict=True))
         rows = [v for v, given in (*operands[:first], *operands[first + carries :]) if self._is_row(given)]
         carried = zip(operands[first : first + carries], body.outvars, strict=False)
-        added: dict[Var, Atom] = {v: out for (v, start), out in carried if self._is_zero(start)}
-        while True:
-            inside = _Tails(scan, rows, given=added.keys())
-            kept = {v: out for v, out in added.items() if isinstance(out, Var) and out in inside.sums}
-            if len(kept) == len(added):
-                break
-            added = {**kept}
+        from_zero = {v: out for (v, start), out in carried if self._is_zero(start)}
+        added = {v for v, out in from_zero.items() if _is_in(out, _Tails(scan, rows, given={v}).sums)}
+        inside = _Tails(scan, rows, given=added)
         found = inside.sums | inside.rows
-        return [v for v, out in zip(scan.outvars, body.outvars, strict=True) if isinstance(out, Var) and out in found]
+        return [v for v, out in zip(scan.outvars, body.outvars, strict=True) if _is_in(out, found)]
 
     def _is_row(self, atom: Atom) -> bool:
         return isinstance(atom, Literal) or atom in self.rows
@@ -135,16 +145,18 @@ class _Tails:
         moved = dict[int, Var]()
         for group in groups.groups():
             own = [i for i in group if isinstance(i, int)]
-            sums = {v for i in own for v in behind[i].sums} - stacked
+            sums = {v for i in own for v in behind[i].sums}
+            made = {v for i in own for eqn in behind[i].made for v in eqn.outvars}
             most = max(MOST_BYTES * sum(bytes_of(tails[i]) for i in own if i >= carries), little)
-            moved |= {i: tails[i] for i in own} if sum(map(bytes_of, sums)) <= most else {}
+            is_small = sum(map(bytes_of, sums - stacked)) <= most and all(bytes_of(v) <= most for v in made)
+            moved |= {i: tails[i] for i in own} if is_small else {}
         return moved
 
     def _by_result(self) -> dict[int, Var]:
         """The tails that nothing reads but other such tails, stacks and carries that only add them up."""
         carries = self.scan.loop.carries
         adding = self._adding()
-        alone = self.tails.difference(variables_of(self.body.outvars[:carries]))
+        alone = (self.tails | self.rounded).difference(variables_of(self.body.outvars[:carries]))
         for eqn in reversed(self.body.equations):
             if not alone.issuperset(eqn.outvars) and eqn not in adding.values():
                 alone.difference_update(operands_of(eqn))
@@ -152,7 +164,11 @@ class _Tails:
                 alone.discard(eqn.after)
         added = {i: v for i, eqn in adding.items() for v in operands_of(eqn) if v in alone}
         stacks = {i: v for i, v in enumerate(self.body.outvars) if i >= carries and isinstance(v, Var) and v in alone}
-        return {i: v for i, v in (added | stacks).items() if self.behind([v]).tails - self.rows <= alone}
+        return {i: v for i, v in (added | stacks).items() if self._is_tail(self.behind([v]), alone)}
+
+    def _is_tail(self, behind: _Behind, alone: Set[Var]) -> bool:
+        """Whether what is behind a result is not linear, and nobody else reads it."""
+        return behind.tails - self.rows <= alone and not all(map(_is_linear, behind.made))
 
     def _adding(self) -> dict[int, Equation]:
         """The operations that add something to a carry which nothing else reads, by its number."""
@@ -174,10 +190,10 @@ class _Tails:
             if isinstance(v, Literal) or v in found.seen:
                 continue
             found.seen.add(v)
-            if v in self.sums:
+            if v in self.sums or v in self.products:
                 found.sums.append(v)
             elif v in self.maker:
-                found.tails.update({v} & self.tails)
+                found.tails.update({v} & (self.tails | self.rounded))
                 found.made.append(self.maker[v])
                 pending += self.maker[v].invars
         return found
@@ -265,9 +281,13 @@ def _read(atom: Atom, values: Mapping[Var, jax.Array]) -> jax.Array:
     return jnp.asarray(atom.val, atom.aval.dtype) if isinstance(atom, Literal) else values[atom]
 
 
+def _is_in(atom: Atom, variables: Set[Var]) -> bool:
+    return isinstance(atom, Var) and atom in variables
+
+
 def _can_be_batched(eqn: Equation) -> bool:
-    """Whether JAX has the operation for all rows at once, with the same results: not where random bits are drawn."""
-    if eqn.regions or eqn.after is not None or eqn.primitive.name.startswith(("random_", "rng_", "threefry")):
+    """Whether JAX has the operation for all rows at once, with the same results."""
+    if eqn.regions or eqn.after is not None or eqn.primitive.name.startswith(ALONE):
         return False
     return eqn.primitive in batching.fancy_primitive_batchers and not any(
         is_opaque(v.aval) for v in (*eqn.invars, *eqn.outvars)
@@ -283,6 +303,11 @@ def _is_sum(eqn: Equation) -> bool:
     if eqn.primitive.name == "conv_general_dilated":
         return bool(eqn.params["dimension_numbers"].lhs_spec[1] == 0)
     return False
+
+
+def _rounds(eqn: Equation) -> bool:
+    """Whether an operation hands on what it takes in another type, or another shape, or added up."""
+    return eqn.primitive.name == CAST or eqn.primitive.name in LINEAR
 
 
 def _is_linear(eqn: Equation) -> bool:

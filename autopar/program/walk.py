@@ -20,7 +20,7 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 from autopar.compat import Literal, Var
-from autopar.program.loops import Entry, Exit, LoopEquation, Nested
+from autopar.program.loops import Entry, Exit, Goes, LoopEquation, Nested
 from autopar.program.program import Atom, Equation, Program, can_be_awaited, operands_of
 
 V = TypeVar("V")
@@ -165,7 +165,9 @@ class _Dependents(StaticDomain[bool]):
         return inner.value(exit_.atom)
 
     def finish(self, eqn: LoopEquation, ends: Mapping[Exit, bool], scope: Scope[bool]) -> Sequence[bool]:
-        return self._results(eqn, [any(ends[exit_] for exit_ in exits) for exits in eqn.results])
+        decided = any(depends for exit_, depends in ends.items() if exit_.goes is Goes.DECISION)
+        decided |= eqn.branch_number is not None and scope.value(eqn.branch_number)
+        return self._results(eqn, [decided or any(ends[exit_] for exit_ in exits) for exits in eqn.results])
 
     def _results(self, eqn: Equation, depend: Sequence[bool]) -> Sequence[bool]:
         return [self._note(v, depends=depends) for v, depends in zip(eqn.outvars, depend, strict=True)]

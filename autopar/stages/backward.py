@@ -196,7 +196,7 @@ class _Flow:
     def _stays(self, eqn: Equation) -> bool:
         """Whether it is elementwise in examples of one place, as is a derivative that is kept for the way back."""
         (out, *_), operands = eqn.outvars, [v for v in self.arrays[eqn] if v in self.examples]
-        alike = (self.past[v] == self.past[out] and v.aval.size == out.aval.size for v in operands)
+        alike = (self.past.get(v, 0) == self.past[out] and v.aval.size == out.aval.size for v in operands)
         return bool(operands) and not is_costly(eqn) and all(alike)
 
     def gradients(

@@ -93,6 +93,38 @@ def test_what_mixes_examples_inside_of_a_scan_is_found_there(cell):
     assert cell.__name__ in found.source
 
 
+def test_a_mean_that_one_layer_hands_to_the_next_is_found_where_it_is_used():
+    """In the first iteration it is no mean of the batch yet."""
+
+    def step(weights, batch):
+        def layer(carry, w):
+            h, mean = carry
+            made = jnp.tanh(h @ w - mean)
+            return (made, jnp.mean(made, 0)), None
+
+        def loss_of(weights):
+            layers = jnp.broadcast_to(weights, (3, *weights.shape))
+            return jnp.mean(jax.lax.scan(layer, (batch["x"], jnp.zeros(6)), layers)[0][0])
+
+        return weights - 0.1 * jax.grad(loss_of)(weights)
+
+    found = mixing(step, 4, *linear())
+    assert f"{found.operation} {found.reason}" == IN_EACH_ITERATION[normed_by_the_batch]
+
+
+def test_a_whole_gradient_that_a_branch_needs_is_no_matter_of_a_loop():
+    def step(weights, batch):
+        def loss_of(weights):
+            h = batch["x"] @ weights
+            h = jax.lax.cond(weights[0, 0] > 0, lambda h: h * jnp.exp(weights[0]), lambda h: h, h)
+            return jnp.mean((h @ weights.T) ** 2)
+
+        return weights - 0.1 * jax.grad(loss_of)(weights)
+
+    found = mixing(step, 4, *linear())
+    assert found.reason == "needs a value that is reduced over all examples, in a branch"
+
+
 def test_a_whole_gradient_that_each_iteration_needs_is_found():
     """That of a large weight under `exp`, at all times: a stack of them would take more than what is read."""
 

@@ -1,11 +1,14 @@
 """Tails behind scans: gradients of layers are added up over microbatches before they are rounded, or multiplied."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import autopar
+from autopar.program import from_jaxpr
 from autopar.program.from_jaxpr import program_of
 from tests.oracles import assert_trees_close
 
@@ -78,6 +81,7 @@ CELLS = {
     "rounded": (rounded, jnp.float32),
     "float32 activations": (lambda x, w: x @ w.astype(jnp.bfloat16), jnp.float32),
     "bfloat16 weights": (lambda x, w: x @ w.astype(jnp.float32), jnp.bfloat16),
+    "bfloat16 weights on the left": (lambda x, w: (w.astype(jnp.float32) @ x.T).T, jnp.bfloat16),
 }
 """Products of activations and weights, and the type of the weights."""
 
@@ -151,13 +155,20 @@ def nested(h, w, g):
     return h + jax.lax.scan(lambda h, g: (jnp.tanh(h * jnp.exp(g)) @ w, None), h, jnp.stack([g, 2 * g]))[0]
 
 
+def decayed(h, w, g):
+    """A state over time inside of each layer, which is read before it is renewed."""
+    times = jnp.stack([h, 2 * h, 3 * h]) @ w
+    decay = jnp.exp(-jnp.exp(g))
+    return h + jax.lax.scan(lambda s, x: (decay * s + x, s), jnp.zeros_like(h), times)[1].sum(0)
+
+
 def shown(h, w, g):
     """Python sees what becomes of the weight."""
     jax.debug.callback(lambda gate: None, jnp.exp(g))
     return gated(h, w, g)
 
 
-FUNCTIONS_OF_WEIGHTS = {f.__name__: f for f in (gated, normed, mean_gated, twice_in_half, nested, shown)}
+FUNCTIONS_OF_WEIGHTS = {f.__name__: f for f in (gated, normed, mean_gated, twice_in_half, nested, decayed, shown)}
 
 
 def over_layers(cell):
@@ -219,6 +230,52 @@ def test_functions_of_weights_at_all_times_are_cut_into_microbatches(name):
     assert parallel.last_plan().num_microbatches == 4
 
 
+def with_running_means(weights, x):
+    """Statistics that scanned layers keep of the batch, and no weight after them."""
+
+    def loss_of(w):
+        def layer(h, of_layer):
+            w, mean = of_layer
+            made = h @ w
+            return h + jnp.tanh(made - mean), 0.9 * mean + 0.1 * jnp.mean(made, 0)
+
+        h, means = jax.lax.scan(layer, x, (w, weights[1]))
+        return jnp.mean(h**2), means
+
+    (loss, means), gradient = jax.value_and_grad(loss_of, has_aux=True)(weights[0])
+    return (weights[0] - gradient, means), loss
+
+
+def test_statistics_that_scanned_layers_keep_are_no_gradients():
+    weights, x = weights_and_examples(LAYERS)
+    parallel = autopar.parallelize(with_running_means, mesh_shape=(1,), num_microbatches=4, num_stages=2)
+    new = parallel.gather(parallel(weights, x))
+    assert_trees_close(new, jax.jit(with_running_means)(weights, x), rtol_of_scale=1e-5)
+
+
+@jax.custom_vjp
+def doubled_on_the_way_back(w):
+    return w
+
+
+def ask_python(_, gradient):
+    shape = jax.ShapeDtypeStruct(gradient.shape, gradient.dtype)
+    return (jax.pure_callback(lambda array: 2 * np.asarray(array), shape, gradient),)
+
+
+doubled_on_the_way_back.defvjp(lambda w: (w, None), ask_python)
+
+
+def test_a_call_of_python_takes_the_gradient_of_one_layer_at_a_time():
+    """It need not be able to take those of all."""
+    step = over_layers(lambda h, w, g: gated(h, w, doubled_on_the_way_back(jnp.exp(g))))
+    weights, x = weights_and_examples(LAYERS)
+    parallel = autopar.parallelize(step, mesh_shape=(1,))
+    with pytest.warns(autopar.AutoparWarning, match="calls Python: pure_callback"):
+        new = parallel.gather(parallel(weights, x))
+    assert_trees_close(new, jax.jit(step)(weights, x), rtol_of_scale=1e-5)
+
+
 def scan_of(fun, *arguments):
     """The last scan of a program."""
     program, _ = program_of(jax.make_jaxpr(fun)(*arguments), rearranged=True)
@@ -229,17 +286,94 @@ def operations(scan):
     return {eqn.primitive.name for eqn in scan.regions[0].equations}
 
 
-def test_what_a_scan_makes_of_sums_along_features_stays_in_it():
+@pytest.fixture
+def everything_goes_back(monkeypatch):
+    """Every scan counts as one of a derivative going back, so that plain ones show what stays in them, and what does not."""
+    monkeypatch.setattr(from_jaxpr._ProgramBuilder, "_goes_back", lambda builder, eqn: True)
+
+
+def layered_by(layer, start):
+    """A function of weights and examples whose layers are these."""
+    return lambda weights, x: jax.lax.scan(functools.partial(layer, x), start(x), weights)
+
+
+def multiplied(x, h, w):
+    return h, jnp.sum(x, 0) * jnp.exp(w[1])
+
+
+def counted(x, total, w):
+    return total + jnp.sum(x, 0) * jnp.exp(w[1] + w[0][0]), None
+
+
+def per_example(x, h, w):
     """Probabilities are of each example, though nothing else in the scan reads them."""
+    return h, jax.nn.softmax(jnp.sum(x[:, None] * w[0], -1) + w[1])
 
-    def forward(weights, x):
-        def layer(x, w):
-            made = jnp.tanh(x @ w[0])
-            return made, jax.nn.softmax(made @ w[0] + w[1])
 
-        return jax.lax.scan(layer, x, weights)
+def read_on_its_way(x, total, w):
+    """Each iteration sees what the ones before it have added up."""
+    total = total + jnp.sum(x, 0) * jnp.exp(w[1])
+    return total, jnp.max(total)
 
-    assert "exp" in operations(scan_of(forward, *weights_and_examples(LAYERS)))
+
+def read_before_it(x, total, w):
+    """The total so far is stacked, too."""
+    return total + jnp.sum(x, 0) * jnp.exp(w[1]), total
+
+
+def read_elsewhere(x, h, w):
+    """What is made of the sum and the weight goes on to the next layer."""
+    made = jnp.sum(x, 0) * jnp.exp(w[1])
+    return jnp.tanh(h + made), made
+
+
+LAYERED = {
+    multiplied: (False, jnp.copy),
+    counted: (False, lambda x: jnp.zeros(WIDTH)),
+    per_example: (True, jnp.copy),
+    read_on_its_way: (True, lambda x: jnp.zeros(WIDTH)),
+    read_before_it: (True, lambda x: jnp.zeros(WIDTH)),
+    read_elsewhere: (True, jnp.copy),
+}
+"""By layer, whether the exponential stays in its scan, and what the first layer takes."""
+
+
+@pytest.mark.parametrize("layer", LAYERED)
+def test_what_nobody_else_reads_leaves_its_scan(layer, everything_goes_back):
+    stays, start = LAYERED[layer]
+    arguments = weights_and_examples(LAYERS)
+    assert ("exp" in operations(scan_of(layered_by(layer, start), *arguments))) == stays
+
+
+@pytest.mark.parametrize("layer", [multiplied, counted])
+def test_tails_and_totals_are_those_of_jit(layer, everything_goes_back):
+    """Of a total that does not begin with zero, and of integers, whose type stays."""
+    step = layered_by(layer, lambda x: jnp.full(WIDTH, 3.0))
+    weights, x = weights_and_examples(LAYERS)
+    assert_trees_close(autopar.parallelize(step, devices=1)(weights, x), jax.jit(step)(weights, x), rtol_of_scale=1e-6)
+
+
+def test_a_total_of_small_integers_keeps_its_type(everything_goes_back):
+    def step(weights, x):
+        return jax.lax.scan(lambda total, w: (total + jnp.sum(x, 0, dtype=x.dtype) * w, None), weights[0], weights)[0]
+
+    numbers = jnp.ones((LAYERS, WIDTH), jnp.int8), jnp.ones((3, WIDTH), jnp.int8)
+    assert_trees_close(autopar.parallelize(step, devices=1)(*numbers), jax.jit(step)(*numbers))
+
+
+@pytest.mark.parametrize("layer", [multiplied, counted])
+def test_what_a_scan_makes_going_forward_stays_in_it(layer):
+    """Its values may be large, and statistics of the batch are no gradients."""
+    assert "exp" in operations(scan_of(layered_by(layer, LAYERED[layer][1]), *weights_and_examples(LAYERS)))
+
+
+def test_what_is_large_on_its_way_stays_in_its_scan(everything_goes_back):
+    """The product of the sum and the weight has many times as many entries as what is made of it."""
+
+    def layer(x, h, w):
+        return h, jnp.sum(jnp.tanh(jnp.sum(x, 0)[:, None, None] * w[0]), (0, 1))
+
+    assert "tanh" in operations(scan_of(layered_by(layer, jnp.copy), *weights_and_examples(LAYERS)))
 
 
 def test_sums_that_take_more_memory_than_the_results_stay_in_their_scan():
@@ -254,16 +388,3 @@ def test_sums_that_take_more_memory_than_the_results_stay_in_their_scan():
 
     backward = scan_of(step, low_rank, jnp.ones((2, WIDTH)))
     assert {v.aval.shape for v in backward.outvars[1:]} == {(LAYERS, WIDTH, 1), (LAYERS, 1, WIDTH)}
-
-
-def test_a_total_that_is_read_on_its_way_stays_in_its_scan():
-    """Each iteration sees what the ones before it have added up."""
-
-    def totals(weights, x):
-        def layer(total, w):
-            total = total + jnp.sum(x, 0) * jnp.exp(w[1])
-            return total, jnp.max(total)
-
-        return jax.lax.scan(layer, jnp.zeros(WIDTH), weights)
-
-    assert "exp" in operations(scan_of(totals, *weights_and_examples(LAYERS)))
