@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import jax
 from jax.lax import optimization_barrier_p
 
 from autopar import compat
-from autopar.avals import bytes_of
+from autopar.avals import bytes_of, is_opaque
 from autopar.compat import JaxprEqn, Literal, Var
 from autopar.program.late_tails import with_late_tails
 from autopar.program.loops import Loop, LoopEquation
@@ -68,6 +68,8 @@ class _ProgramBuilder:
         self.constants: list[tuple[Var, Any]] = []
         self.tag: Tag | None = None
         self.observers: list[tuple[JaxprEqn, list[Atom]]] = []
+        self._read: Set[Any] = frozenset()
+        self._unread: set[int] = set()
         self._depths = Depths()
 
     def inline(self, jaxpr: Any, consts: Sequence[Atom], args: Sequence[Atom]) -> list[Atom]:
@@ -76,11 +78,16 @@ class _ProgramBuilder:
         def read(atom: Atom) -> Atom:
             return atom if isinstance(atom, Literal) else env[atom]
 
+        outer, self._read = (
+            self._read,
+            {*_variables(jaxpr.outvars), *(v for e in jaxpr.eqns for v in _variables(e.invars))},
+        )
         for eqn in jaxpr.eqns:
             operands = [read(v) for v in eqn.invars]
             called = opened_by(eqn)
             results = self._operation(eqn, operands) if called is None else self._call(eqn, called, operands)
             env.update(zip(eqn.outvars, results, strict=True))
+        self._read = outer
         return [read(v) for v in jaxpr.outvars]
 
     def _call(self, eqn: JaxprEqn, closed: Any, operands: list[Atom]) -> list[Atom]:
@@ -168,6 +175,8 @@ class _ProgramBuilder:
             self.equations.append(made)
             return list(outs)
         loop = self._open(made, *opened(self, eqn, operands))
+        if id(eqn) in self._unread:  # what shows something is not left out because nobody reads what it returns
+            self.observers.append((eqn, [*sorted((v for v in outs if not is_opaque(v.aval)), key=bytes_of)[:1]]))
         is_moved = self.rearranged and loop.loop.kind == "scan" and self._goes_back(eqn)
         late = with_late_tails(loop) if is_moved else None
         if late is None:
@@ -207,10 +216,10 @@ class _ProgramBuilder:
             loop=loop,
         )
 
-    def show_observed(self, results: list[Atom]) -> list[Atom]:
-        """Return the program's results. One of them waits until Python has seen the observed values."""
+    def show_observed(self, results: list[Atom], read: Sequence[bool] = ()) -> list[Atom]:
+        """Return the program's results. One of them waits until Python has seen what is shown, of a loop one that is read."""
         for eqn, operands in self.observers:
-            made, results = observe(eqn, operands, results)
+            made, results = observe(eqn, operands, results, read)
             self.equations.append(made)
         return results
 
@@ -227,11 +236,18 @@ class _ProgramBuilder:
         jaxpr = compat.open_jaxpr(closed)
         inner = _ProgramBuilder(rearranged=self.rearranged, is_way_back=self._goes_back(around))
         args = [Var(v.aval) for v in jaxpr.invars]
-        outs = inner.show_observed(inner.inline(jaxpr, inner._constants(closed), args))
+        read = [v in self._read for v in around.outvars]
+        outs = inner.show_observed(inner.inline(jaxpr, inner._constants(closed), args), read)
+        if inner.observers and not any(read):
+            self._unread.add(id(around))
         captured = [v for v, _ in inner.constants]
         outer = [Var(v.aval) for v in captured]
         self.constants.extend(zip(outer, (value for _, value in inner.constants), strict=True))
         return Program((*captured, *args), inner.finish(outs), tuple(outs)), outer
+
+
+def _variables(atoms: Sequence[Any]) -> list[Any]:
+    return [v for v in atoms if not isinstance(v, Literal)]
 
 
 def _shape_of(atom: Atom) -> jax.ShapeDtypeStruct:

@@ -116,9 +116,15 @@ def refuse_side_effects(jaxpr: Any) -> None:
             )
 
 
-def observe(eqn: JaxprEqn, shown: Sequence[Atom], results: Sequence[Atom]) -> tuple[Equation, list[Atom]]:
-    """(equation that shows the values, results of the program with one of them in its place): the smallest waits for it."""
+def observe(
+    eqn: JaxprEqn, shown: Sequence[Atom], results: Sequence[Atom], read: Sequence[bool] = ()
+) -> tuple[Equation, list[Atom]]:
+    """(equation that shows the values, results of the program with one of them in its place): the smallest waits for it.
+
+    `read`: of a nested program, the results that are read outside of it, one of which waits if there are any.
+    """
     able = [i for i, v in enumerate(results) if isinstance(v, Var) and not is_opaque(v.aval)]
+    able = [i for i in able if any(read) and len(read) == len(results) and read[i]] or able
     if not able:
         raise UnsupportedProgramError(
             f"{eqn.primitive.name} at {source_line(eqn)} is in a function or a loop that returns nothing else. In a parallel "

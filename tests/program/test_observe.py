@@ -1,5 +1,6 @@
 """`jax.debug.print` and `jax.debug.callback` show each value once, as it is on one device, however the step runs."""
 
+import functools
 import inspect
 from pathlib import Path
 
@@ -74,6 +75,79 @@ def test_a_print_prints_once(capfd):
 
     jax.block_until_ready(autopar.parallelize(step, mesh_shape=(4,), batch_argnums=0)(jnp.ones((8, 4))))
     assert capfd.readouterr().out.splitlines() == ["the sum is 32.0"]
+
+
+class Shown:
+    """The numbers that a step has shown."""
+
+    def __init__(self):
+        self.numbers = []
+
+    def __call__(self, number, value):
+        """Show a number before something is computed with a value."""
+        jax.debug.callback(lambda number: self.numbers.append(int(number)), number)
+        return value
+
+    def by(self, fun, *arguments):
+        """The numbers that a call shows, in ascending order."""
+        self.numbers.clear()
+        jax.block_until_ready(jax.tree.leaves(fun(*arguments)))
+        jax.effects_barrier()
+        return sorted(self.numbers)
+
+
+def counts_in_scan(show, x):
+    """The count at the end is read by nobody."""
+    return jax.lax.scan(lambda count, row: (show(count, count + 1), jnp.exp(row)), 0, x)[1]
+
+
+def counts_beside_it(show, x):
+    """Nobody reads anything of the scan."""
+    jax.lax.scan(lambda count, _: (show(count, count + 1), None), 0, x)
+    return 2 * x
+
+
+def counts_in_fori_loop(show, x):
+    return jax.lax.fori_loop(0, 4, lambda i, carry: show(i, (carry[0] / 2, carry[1] + 1)), (x, 0))[0]
+
+
+def counts_in_while_loop(show, x):
+    jax.lax.while_loop(lambda count: count < 4, lambda count: show(count, count + 1), 0)
+    return 2 * x
+
+
+def counts_in_nested_scans(show, x):
+    def layer(count, row):
+        jax.lax.scan(lambda inner, _: (show(inner, inner + 1), None), count, jnp.arange(2))
+        return count + 1, 2 * row
+
+    return jax.lax.scan(layer, 0, x)[1]
+
+
+def counts_in_branch(show, x):
+    jax.lax.cond(x[0, 0] > 0, lambda: show(7, 1), lambda: 2)
+    return 2 * x
+
+
+COUNTS = (
+    counts_in_scan,
+    counts_beside_it,
+    counts_in_fori_loop,
+    counts_in_while_loop,
+    counts_in_nested_scans,
+    counts_in_branch,
+)
+
+
+@pytest.mark.parametrize("fun", COUNTS)
+@pytest.mark.parametrize("devices", [1, 4])
+def test_what_is_shown_beside_a_result_that_nobody_reads_is_shown(fun, devices):
+    """Such a result is left out, and nothing that waits for it would be shown."""
+    shown, x = Shown(), jnp.ones((4, 8))
+    step = functools.partial(fun, shown)
+    expected = shown.by(jax.jit(step), x)
+    assert expected
+    assert shown.by(autopar.parallelize(step, devices=devices), x) == expected
 
 
 def prints_rows(x):
