@@ -68,7 +68,7 @@ class _ProgramBuilder:
         self.constants: list[tuple[Var, Any]] = []
         self.tag: Tag | None = None
         self.observers: list[tuple[JaxprEqn, list[Atom]]] = []
-        self._read: Set[Any] = frozenset()
+        self._read: Set[Var] = frozenset()
         self._unread: set[int] = set()
         self._depths = Depths()
 
@@ -80,7 +80,7 @@ class _ProgramBuilder:
 
         outer, self._read = (
             self._read,
-            {*_variables(jaxpr.outvars), *(v for e in jaxpr.eqns for v in _variables(e.invars))},
+            {*variables_of(jaxpr.outvars), *(v for e in jaxpr.eqns for v in variables_of(e.invars))},
         )
         for eqn in jaxpr.eqns:
             operands = [read(v) for v in eqn.invars]
@@ -244,10 +244,6 @@ class _ProgramBuilder:
         outer = [Var(v.aval) for v in captured]
         self.constants.extend(zip(outer, (value for _, value in inner.constants), strict=True))
         return Program((*captured, *args), inner.finish(outs), tuple(outs)), outer
-
-
-def _variables(atoms: Sequence[Any]) -> list[Any]:
-    return [v for v in atoms if not isinstance(v, Literal)]
 
 
 def _shape_of(atom: Atom) -> jax.ShapeDtypeStruct:
