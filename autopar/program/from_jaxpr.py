@@ -78,10 +78,8 @@ class _ProgramBuilder:
         def read(atom: Atom) -> Atom:
             return atom if isinstance(atom, Literal) else env[atom]
 
-        outer, self._read = (
-            self._read,
-            {*variables_of(jaxpr.outvars), *(v for e in jaxpr.eqns for v in variables_of(e.invars))},
-        )
+        outer, self._read = self._read, set(variables_of(jaxpr.outvars))
+        self._read = self._read.union(*(variables_of(eqn.invars) for eqn in jaxpr.eqns))
         for eqn in jaxpr.eqns:
             operands = [read(v) for v in eqn.invars]
             called = opened_by(eqn)
@@ -175,10 +173,11 @@ class _ProgramBuilder:
             self.equations.append(made)
             return list(outs)
         loop = self._open(made, *opened(self, eqn, operands))
-        if id(eqn) in self._unread:  # what shows something is not left out because nobody reads what it returns
+        is_unread = id(eqn) in self._unread
+        if is_unread:  # what shows something is not left out because nobody reads what it returns
             self.observers.append((eqn, [*sorted((v for v in outs if not is_opaque(v.aval)), key=bytes_of)[:1]]))
-        is_moved = self.rearranged and loop.loop.kind == "scan" and self._goes_back(eqn)
-        late = with_late_tails(loop) if is_moved else None
+        may_move = self.rearranged and loop.loop.kind == "scan" and self._goes_back(eqn) and not is_unread
+        late = with_late_tails(loop) if may_move else None
         if late is None:
             self.equations.append(loop)
             return list(outs)
