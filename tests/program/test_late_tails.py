@@ -1,18 +1,14 @@
 """Tails behind scans: gradients of layers are added up over microbatches before they are rounded, or multiplied."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import autopar
-from autopar.program import from_jaxpr
 from autopar.program.from_jaxpr import program_of
 from tests.oracles import assert_trees_close
-
-LAYERS, ROWS, WIDTH = 4, 8, 8
+from tests.program.scanned_layers import LAYERS, ROWS, WIDTH, weights_and_examples
 
 
 def step(state, batch):
@@ -196,12 +192,6 @@ def over_time(cell):
     return step
 
 
-def weights_and_examples(*layers):
-    draw = np.random.default_rng(0)
-    weights = draw.normal(size=(*layers, WIDTH, WIDTH)) / 3, draw.normal(size=(*layers, WIDTH))
-    return tuple(jnp.asarray(w, jnp.float32) for w in weights), draw.normal(size=(2 * ROWS, WIDTH)).astype(np.float32)
-
-
 WAYS = {"microbatches": {}, "stages": {"num_stages": 2}}
 
 
@@ -274,117 +264,3 @@ def test_a_call_of_python_takes_the_gradient_of_one_layer_at_a_time():
     with pytest.warns(autopar.AutoparWarning, match="calls Python: pure_callback"):
         new = parallel.gather(parallel(weights, x))
     assert_trees_close(new, jax.jit(step)(weights, x), rtol_of_scale=1e-5)
-
-
-def scan_of(fun, *arguments):
-    """The last scan of a program."""
-    program, _ = program_of(jax.make_jaxpr(fun)(*arguments), rearranged=True)
-    return [eqn for eqn in program.equations if eqn.primitive.name == "scan"][-1]
-
-
-def operations(scan):
-    return {eqn.primitive.name for eqn in scan.regions[0].equations}
-
-
-@pytest.fixture
-def everything_goes_back(monkeypatch):
-    """Every scan counts as one of a derivative going back, so that plain ones show what stays in them, and what does not."""
-    monkeypatch.setattr(from_jaxpr._ProgramBuilder, "_goes_back", lambda builder, eqn: True)
-
-
-def layered_by(layer, start):
-    """A function of weights and examples whose layers are these."""
-    return lambda weights, x: jax.lax.scan(functools.partial(layer, x), start(x), weights)
-
-
-def multiplied(x, h, w):
-    return h, jnp.sum(x, 0) * jnp.exp(w[1])
-
-
-def counted(x, total, w):
-    return total + jnp.sum(x, 0) * jnp.exp(w[1] + w[0][0]), None
-
-
-def per_example(x, h, w):
-    """Probabilities are of each example, though nothing else in the scan reads them."""
-    return h, jax.nn.softmax(jnp.sum(x[:, None] * w[0], -1) + w[1])
-
-
-def read_on_its_way(x, total, w):
-    """Each iteration sees what the ones before it have added up."""
-    total = total + jnp.sum(x, 0) * jnp.exp(w[1])
-    return total, jnp.max(total)
-
-
-def read_before_it(x, total, w):
-    """The total so far is stacked, too."""
-    return total + jnp.sum(x, 0) * jnp.exp(w[1]), total
-
-
-def read_elsewhere(x, h, w):
-    """What is made of the sum and the weight goes on to the next layer."""
-    made = jnp.sum(x, 0) * jnp.exp(w[1])
-    return jnp.tanh(h + made), made
-
-
-LAYERED = {
-    multiplied: (False, jnp.copy),
-    counted: (False, lambda x: jnp.zeros(WIDTH)),
-    per_example: (True, jnp.copy),
-    read_on_its_way: (True, lambda x: jnp.zeros(WIDTH)),
-    read_before_it: (True, lambda x: jnp.zeros(WIDTH)),
-    read_elsewhere: (True, jnp.copy),
-}
-"""By layer, whether the exponential stays in its scan, and what the first layer takes."""
-
-
-@pytest.mark.parametrize("layer", LAYERED)
-def test_what_nobody_else_reads_leaves_its_scan(layer, everything_goes_back):
-    stays, start = LAYERED[layer]
-    arguments = weights_and_examples(LAYERS)
-    assert ("exp" in operations(scan_of(layered_by(layer, start), *arguments))) == stays
-
-
-@pytest.mark.parametrize("layer", [multiplied, counted])
-def test_tails_and_totals_are_those_of_jit(layer, everything_goes_back):
-    """Of a total that does not begin with zero, and of integers, whose type stays."""
-    step = layered_by(layer, lambda x: jnp.full(WIDTH, 3.0))
-    weights, x = weights_and_examples(LAYERS)
-    assert_trees_close(autopar.parallelize(step, devices=1)(weights, x), jax.jit(step)(weights, x), rtol_of_scale=1e-6)
-
-
-def test_a_total_of_small_integers_keeps_its_type(everything_goes_back):
-    def step(weights, x):
-        return jax.lax.scan(lambda total, w: (total + jnp.sum(x, 0, dtype=x.dtype) * w, None), weights[0], weights)[0]
-
-    numbers = jnp.ones((LAYERS, WIDTH), jnp.int8), jnp.ones((3, WIDTH), jnp.int8)
-    assert_trees_close(autopar.parallelize(step, devices=1)(*numbers), jax.jit(step)(*numbers))
-
-
-@pytest.mark.parametrize("layer", [multiplied, counted])
-def test_what_a_scan_makes_going_forward_stays_in_it(layer):
-    """Its values may be large, and statistics of the batch are no gradients."""
-    assert "exp" in operations(scan_of(layered_by(layer, LAYERED[layer][1]), *weights_and_examples(LAYERS)))
-
-
-def test_what_is_large_on_its_way_stays_in_its_scan(everything_goes_back):
-    """The product of the sum and the weight has many times as many entries as what is made of it."""
-
-    def layer(x, h, w):
-        return h, jnp.sum(jnp.tanh(jnp.sum(x, 0)[:, None, None] * w[0]), (0, 1))
-
-    assert "tanh" in operations(scan_of(layered_by(layer, jnp.copy), *weights_and_examples(LAYERS)))
-
-
-def test_sums_that_take_more_memory_than_the_results_stay_in_their_scan():
-    """The gradient of a weight that two small ones make is larger than theirs."""
-    low_rank = jnp.ones((LAYERS, WIDTH, 1)), jnp.ones((LAYERS, 1, WIDTH))
-
-    def step(weights, x):
-        def loss_of(weights):
-            return jnp.mean(jax.lax.scan(lambda h, w: (jnp.tanh(h @ jnp.exp(w[0] @ w[1])), None), x, weights)[0] ** 2)
-
-        return jax.grad(loss_of)(weights)
-
-    backward = scan_of(step, low_rank, jnp.ones((2, WIDTH)))
-    assert {v.aval.shape for v in backward.outvars[1:]} == {(LAYERS, WIDTH, 1), (LAYERS, 1, WIDTH)}
