@@ -172,8 +172,11 @@ class _ProgramBuilder:
         if opened is None:
             self.equations.append(made)
             return list(outs)
-        loop = self._open(made, *opened(self, eqn, operands))
-        is_unread = id(eqn) in self._unread
+        return self._loop(eqn, self._open(made, *opened(self, eqn, operands)))
+
+    def _loop(self, eqn: JaxprEqn, loop: LoopEquation) -> list[Atom]:
+        """The results of control flow, of which a part may come after it."""
+        outs, is_unread = loop.outvars, id(eqn) in self._unread
         if is_unread:  # what shows something is not left out because nobody reads what it returns
             self.observers.append((eqn, [*sorted((v for v in outs if not is_opaque(v.aval)), key=bytes_of)[:1]]))
         may_move = self.rearranged and loop.loop.kind == "scan" and self._goes_back(eqn) and not is_unread
