@@ -112,6 +112,28 @@ def test_a_mean_that_one_layer_hands_to_the_next_is_found_where_it_is_used():
     assert f"{found.operation} {found.reason}" == IN_EACH_ITERATION[normed_by_the_batch]
 
 
+def test_a_sum_that_only_grows_is_passed_over_for_what_needs_it_whole():
+    """Terms of a sum may be added to a start; their sine is not the sine of the sum."""
+
+    def step(weights, batch):
+        def layer(carry, w):
+            h, total = carry
+            h = jnp.tanh(h @ w)
+            total = total + jnp.sum(h)
+            return (h, total), jnp.sin(total)
+
+        def loss_of(weights):
+            layers = jnp.broadcast_to(weights, (3, *weights.shape))
+            (h, _), sines = jax.lax.scan(layer, (batch["x"], jnp.zeros(())), layers)
+            return jnp.mean(h) + jnp.sum(sines)
+
+        return weights - 0.1 * jax.grad(loss_of)(weights)
+
+    found = mixing(step, 4, *linear())
+    assert found.operation in ("sin", "cos")
+    assert found.reason == "needs a value that is reduced over all examples, in each iteration of a loop"
+
+
 def test_a_whole_gradient_that_a_branch_needs_is_no_matter_of_a_loop():
     def step(weights, batch):
         def loss_of(weights):
