@@ -20,11 +20,13 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from autopar.errors import ArgumentError, UnsupportedProgramError
+from autopar.inter_op.candidates.layer_figures import LayerFigures, carry_over, nearest_of, task_seconds
 from autopar.inter_op.candidates.sizes import first_across_nodes, first_sizes
-from autopar.inter_op.candidates.timetables import latency_share, seconds_at
+from autopar.inter_op.candidates.timetables import latency_share
 from autopar.inter_op.candidates.tuning import TUNING, Tuning
 from autopar.inter_op.dynamic_program.problem import CostTable
-from autopar.inter_op.dynamic_program.submeshes import Submesh, send_s
+from autopar.inter_op.dynamic_program.sends import Sends
+from autopar.inter_op.dynamic_program.submeshes import Submesh
 from autopar.inter_op.layer_sums import (
     CostCase,
     executable_bytes,
@@ -36,7 +38,7 @@ from autopar.inter_op.layer_sums import (
     working_bytes,
 )
 from autopar.inter_op.plan_stage import Planner, plan_program
-from autopar.inter_op.planned_layers import LayerFigures, PlannedLayers
+from autopar.inter_op.planned_layers import PlannedLayers
 from autopar.intra_op.request import PlanRequest
 from autopar.microbatches.counts import microbatch_counts
 from autopar.microbatches.loop import TimeLoop
@@ -79,6 +81,8 @@ class LayerCosts:
         self._layers = {count: self._plan_layers(loop)}
         self._options = frozenset(map(math.prod, options))
         self._devices = max(self._options)
+        crossing = [self._chain[place].cut_bytes for place in self._places]
+        self._sends = Sends(request.cluster, self._devices, crossing)
         self._examples = max(microbatch_counts(loop.traced))
         at_first = first_sizes(
             {*map(math.prod, options)}, len(self._places) + 1, request.cluster, smallest_first=smallest_first
@@ -89,7 +93,6 @@ class LayerCosts:
         self._tables: dict[tuple[int, tuple[Submesh, ...], tuple[float, ...], bool], CostTable] = {}
         self._known: dict[tuple[int, int, int], LayerFigures | None] = {}
         self._sent_once: dict[int, np.ndarray] = {}
-        self._sent_s: dict[tuple[float, int], tuple[float, float]] = {}
         self.impossible: set[int] = set()
 
     @property
@@ -214,7 +217,7 @@ class LayerCosts:
         standing, needed = standing_bytes(figures), executable_bytes(figures, case.again)
         if self._are_all and devices == self._devices:  # one stage is one executable, whatever tasks would need
             flying, working = np.zeros_like(flying), np.zeros_like(working)
-        work_s, sent_s = self._sending_s(case.count, devices)
+        work_s, sent_s = self._sends.each_s(case.count, devices)
         return CostTable(
             seconds=np.where(has_plan, microbatch_seconds(figures, case.again) + work_s, np.inf),
             once_s=np.where(has_plan, once_s + self._sent_once_s(devices), 0.0),
@@ -231,29 +234,11 @@ class LayerCosts:
         meshes = min(len(figures), self._devices // min(map(math.prod, options)))
         return in_flight_bytes(figures, case, meshes), working_bytes(figures, case.again)
 
-    def _sending_s(self, count: int, devices: int) -> tuple[np.ndarray, np.ndarray]:
-        """[i, j]: seconds of a mesh's work to send forward what crosses after layer j - 1, and back the gradient of what came
-        before layer i; and seconds to send both over the link after j. One of the two is 0.
-        """
-        sent = [0.0, *(self._chain[place].cut_bytes / count for place in self._places), 0.0]
-        each_s = np.array([[self._send_s(size, devices)[0] for size in sent]])
-        nothing = np.zeros_like(each_s)
-        return (each_s[:, :-1].T + each_s, nothing) if self._cluster.shares_host else (nothing, 2 * each_s)
-
     def _sent_once_s(self, devices: int) -> np.ndarray:
-        """[i, j]: seconds to exchange tied weights, their gradients, norms and the like with other stages."""
         if devices not in self._sent_once:
-            sizes, place = np.unique(next(iter(self._layers.values())).sent_once_bytes, return_inverse=True)
-            each_s = [self._send_s(size, devices)[1] for size in sizes]
-            self._sent_once[devices] = np.array(each_s)[place].reshape(len(self._places) + 1, -1)
+            shared_bytes = next(iter(self._layers.values())).sent_once_bytes
+            self._sent_once[devices] = self._sends.once_s(shared_bytes, devices)
         return self._sent_once[devices]
-
-    def _send_s(self, size: float, devices: int) -> tuple[float, float]:
-        """(mean, most) seconds to send a value to the next stage."""
-        if (size, devices) not in self._sent_s:
-            sent = send_s(self._cluster, size, devices=self._devices, each=devices) if size else (0.0, 0.0)
-            self._sent_s[size, devices] = sent
-        return self._sent_s[size, devices]
 
     def _figures(self, count: int, layer: int, devices: int) -> LayerFigures | None:
         """What a layer costs on these devices in this number of microbatches, planned or estimated; None if there is no plan.
@@ -285,8 +270,8 @@ class LayerCosts:
         ways = self._ways(count, devices)
         carried = {m: figures for m, figures in planned.items() if self._ways(m, devices) >= ways}
         if carried:
-            alike = self._divided_alike(carried, devices, nearest=_nearest(carried, count))
-            return _carry_over(alike, count, share=self._share(layer))
+            alike = self._divided_alike(carried, devices, nearest=nearest_of(carried, count))
+            return carry_over(alike, count, share=self._share(layer))
         if planned:
             return self._at_best(layer, devices, planned, count)
         smaller = {size for sizes in self._sizes.values() for size in sizes if size < devices}
@@ -329,10 +314,10 @@ class LayerCosts:
 
         Of `count` microbatches, from `planned` numbers of these, whose examples the devices divide less far.
         """
-        nearest = _nearest(planned, count)
+        nearest = nearest_of(planned, count)
         task_s, layers = planned[nearest].forward_s + planned[nearest].backward_s, self._layers[nearest]
         launches = min(1.0, layers.launches_s(layer) / task_s) if task_s else 0.0
-        figures = _carry_over(planned, count, share=np.maximum(launches, self._share(layer)))
+        figures = carry_over(planned, count, share=np.maximum(launches, self._share(layer)))
         part = max(launches, layers.divided(layer, devices))
         return figures.slower(part)
 
@@ -367,31 +352,6 @@ class LayerCosts:
             known = {m: f for m in counts if (f := self._layers[m].figures(layer, devices)) is not None}
             known = self._divided_alike(known, devices, nearest=next(iter(known), 1))
             if len(known) > 1:
-                share = latency_share({m: _task_seconds(f) for m, f in known.items()}, next(iter(known)))
+                share = latency_share({m: task_seconds(f) for m, f in known.items()}, next(iter(known)))
                 shares += [] if share is None else [share]
         return np.asarray(np.mean(shares, axis=0)) if shares else 0.0
-
-
-def _nearest(planned: Mapping[int, LayerFigures], count: int) -> int:
-    """The planned number of microbatches that is nearest to a number."""
-    return min(planned, key=lambda m: abs(math.log(m / count)))
-
-
-def _task_seconds(figures: LayerFigures) -> np.ndarray:
-    return np.array([figures.forward_s, figures.backward_s])
-
-
-def _carry_over(planned: Mapping[int, LayerFigures], count: int, *, share: np.ndarray | float) -> LayerFigures:
-    """Figures under another number of microbatches: seconds by their latency, what a microbatch keeps by its size."""
-    nearest = _nearest(planned, count)
-    near, smaller = planned[nearest], nearest / count
-    forward_s, backward_s = seconds_at({m: _task_seconds(f) for m, f in planned.items()}, count, share=share)
-    return dataclasses.replace(
-        near.with_seconds(float(forward_s), float(backward_s)),
-        passing_bytes=smaller * near.passing_bytes,
-        within_bytes=smaller * near.within_bytes,
-        residual_bytes=smaller * near.residual_bytes,
-        received_bytes=smaller * near.received_bytes,
-        late_residual_bytes=smaller * near.late_residual_bytes,
-        cotangent_bytes=smaller * near.cotangent_bytes,
-    )

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autopar.inter_op.planned_layers import LayerFigures
+from autopar.inter_op.candidates.layer_figures import LayerFigures
 from autopar.intra_op.memory import tuning as memory_tuning
 from autopar.stages.tasks.stage_memory import split_in_flight
 

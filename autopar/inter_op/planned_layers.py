@@ -21,6 +21,7 @@ from autopar.compat import Var
 from autopar.cost_model.machine import Cluster, Overlap
 from autopar.errors import AutoparError, OutOfMemoryError
 from autopar.forked_jobs import run_side_by_side
+from autopar.inter_op.candidates.layer_figures import LayerFigures
 from autopar.inter_op.candidates.tuning import TUNING, Tuning
 from autopar.inter_op.dynamic_program.problem import ChosenStage
 from autopar.inter_op.dynamic_program.submeshes import machine_shape, size_of
@@ -47,56 +48,24 @@ def layer_meshes(devices: int, machine: Cluster, most_axes: int) -> tuple[Logica
     return tuple(mesh for mesh in meshes if nodes == 1 or len(mesh.shape) == 1 or per_node % mesh.shape[-1] == 0)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LayerFigures:
-    """What a layer costs on some devices: seconds per microbatch, of the update per step, and bytes as in `StageMemory`.
-
-    `again_s`: of the forward what backward does again if it keeps no results. `within_bytes`: what comes and goes in a
-    microbatch whose forward and backward are in one task, as then.
-    """
-
-    forward_s: float = 0.0
-    again_s: float = 0.0
-    backward_s: float = 0.0
-    once_s: float = 0.0
-    kept_bytes: float = 0.0
-    looped_bytes: float = 0.0
-    beside_bytes: float = 0.0
-    passing_bytes: float = 0.0
-    within_bytes: float = 0.0
-    residual_bytes: float = 0.0
-    received_bytes: float = 0.0
-    late_residual_bytes: float = 0.0
-    cotangent_bytes: float = 0.0
-
-    @classmethod
-    def of(cls, stage: StagedStage, overlap: Overlap) -> LayerFigures:
-        """Of a layer planned as a stage."""
-        memory = stage.memory
-        return cls(
-            forward_s=stage.forward_s,
-            again_s=stage.forward_s * repeated_part(stage.program, stage.assignment, overlap),
-            backward_s=stage.backward_s,
-            once_s=stage.once_s,
-            kept_bytes=memory.kept_bytes,
-            looped_bytes=memory.looped_bytes,
-            beside_bytes=memory.beside_bytes,
-            passing_bytes=memory.passing_bytes,
-            within_bytes=memory.within_bytes,
-            residual_bytes=memory.residual_bytes,
-            received_bytes=memory.received_bytes,
-            late_residual_bytes=memory.late_residual_bytes,
-            cotangent_bytes=memory.cotangent_bytes,
-        )
-
-    def with_seconds(self, forward_s: float, backward_s: float) -> LayerFigures:
-        """The same with other seconds per microbatch; of the forward, the same part is done again."""
-        times = forward_s / self.forward_s if self.forward_s else 1.0
-        return dataclasses.replace(self, forward_s=forward_s, again_s=times * self.again_s, backward_s=backward_s)
-
-    def slower(self, times: float) -> LayerFigures:
-        """The same, if a microbatch takes so many times longer."""
-        return self.with_seconds(times * self.forward_s, times * self.backward_s)
+def figures_of(stage: StagedStage, overlap: Overlap) -> LayerFigures:
+    """What a layer costs that is planned as a stage."""
+    memory = stage.memory
+    return LayerFigures(
+        forward_s=stage.forward_s,
+        again_s=stage.forward_s * repeated_part(stage.program, stage.assignment, overlap),
+        backward_s=stage.backward_s,
+        once_s=stage.once_s,
+        kept_bytes=memory.kept_bytes,
+        looped_bytes=memory.looped_bytes,
+        beside_bytes=memory.beside_bytes,
+        passing_bytes=memory.passing_bytes,
+        within_bytes=memory.within_bytes,
+        residual_bytes=memory.residual_bytes,
+        received_bytes=memory.received_bytes,
+        late_residual_bytes=memory.late_residual_bytes,
+        cotangent_bytes=memory.cotangent_bytes,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,7 +91,7 @@ class _PlannedLayer:
         waiting = (plan.comm_s - plan.hidden_s) / plan.step_s if plan.step_s else 0.0
         working_s = plan.step_s * (1 - waiting)
         return cls(
-            figures=LayerFigures.of(stage, overlap),
+            figures=figures_of(stage, overlap),
             mesh=stage.mesh,
             step_s=plan.step_s,
             waiting=waiting,

@@ -7,10 +7,10 @@ import types
 import pytest
 
 from autopar.cost_model.hardware import preset
+from autopar.inter_op.candidates.layer_figures import LayerFigures
 from autopar.inter_op.candidates.sizes import first_across_nodes, first_sizes
 from autopar.inter_op.layer_costs import LayerCosts
 from autopar.inter_op.plan_stage import plan_program
-from autopar.inter_op.planned_layers import LayerFigures
 from autopar.stages.split_scans import split_scans
 from autopar.stages.time_loops import make_loops
 from tests.inter_op.test_search import arguments, request_on, traced_step, two_nodes

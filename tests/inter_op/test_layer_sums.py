@@ -6,6 +6,7 @@ import pytest
 
 from autopar.cost_model.hardware import preset
 from autopar.inter_op import search_pipeline
+from autopar.inter_op.candidates.layer_figures import LayerFigures
 from autopar.inter_op.layer_sums import (
     CostCase,
     Repetition,
@@ -17,7 +18,6 @@ from autopar.inter_op.layer_sums import (
     working_bytes,
 )
 from autopar.inter_op.plan_pipeline import PipelineWishes
-from autopar.inter_op.planned_layers import LayerFigures
 from autopar.intra_op.memory import tuning as memory_tuning
 from autopar.models import registry
 from autopar.program.call import CallSignature, bind_arguments
