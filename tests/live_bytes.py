@@ -13,7 +13,7 @@ from autopar.execution.contents import Made, Passed
 from autopar.execution.devices import device_mesh
 from autopar.execution.pipeline_tasks import PlannedStage, make_pipeline_tasks
 from autopar.execution.slots import link_tasks
-from autopar.inter_op.pipeline_seconds import schedule_of
+from autopar.inter_op.candidates.pipeline_seconds import schedule_of
 from autopar.schedules.emit import emit
 from autopar.schedules.instructions import Free, Receive, Run
 from autopar.schedules.simulate import simulate

@@ -37,8 +37,8 @@ from autopar.execution.slots import Links, link_tasks
 from autopar.execution.stage_tasks import StageTask
 from autopar.execution.transfers import Transfers
 from autopar.execution.turns import RUNNING
+from autopar.inter_op.candidates.pipeline_seconds import schedule_of
 from autopar.inter_op.describe_pipeline import PlannedPipeline
-from autopar.inter_op.pipeline_seconds import schedule_of
 from autopar.inter_op.stage_seconds import Staged
 from autopar.intra_op.request import PlannedStep
 from autopar.pipeline_plan import PipelinePlan

@@ -217,12 +217,8 @@ class BestStages:
 
     def explain(self) -> OutOfMemoryError | ArgumentError:
         """The error of a way that does not fit the memory if there is one, with what its tightest stage needs."""
-
-        def is_out_of_memory(way: Timetable) -> bool:
-            outcome = self.outcomes[way]
-            return isinstance(outcome, Unsolved) and isinstance(outcome.error, OutOfMemoryError)
-
-        explained = self.solve(max(self.ways, key=is_out_of_memory), explain=True)
+        errors = {way: one.error for way, one in self.outcomes.items() if isinstance(one, Unsolved)}
+        explained = self.solve(max(self.ways, key=lambda way: isinstance(errors[way], OutOfMemoryError)), explain=True)
         assert isinstance(explained, Unsolved)
         return explained.error
 
@@ -289,13 +285,15 @@ class BestStages:
                 even += [found] if isinstance(found, StageChoice) and found.step_s <= near_s else []
         return min(even, key=lambda one: one.step_s, default=choice)
 
-    def is_planned(self, way: Timetable, choice: StageChoice) -> bool:
-        """Whether layers are planned on the devices of all stages."""
-        return all(self._costs.is_planned(way.microbatches, stage.submesh) for stage in choice.stages)
+    def is_planned(self, way: Timetable, choice: StageChoice, *, carried: bool = True) -> bool:
+        """Whether layers are planned on the devices of all stages; see `LayerCosts.is_planned`."""
+        count = way.microbatches
+        return all(self._costs.is_planned(count, stage.submesh, carried=carried) for stage in choice.stages)
 
     def hoped_s(self, way: Timetable, choice: StageChoice) -> float:
-        """Seconds of a step; more if some of its stages are on submeshes on which no layer is planned."""
-        return choice.step_s * (1.0 if self.is_planned(way, choice) else self._tuning.hoped)
+        """Seconds of a step; more if on devices of some stages no layer is planned, or in other numbers of microbatches alone."""
+        is_exact, is_known = (self.is_planned(way, choice, carried=carried) for carried in (False, True))
+        return choice.step_s * (1.0 if is_exact else 1 + self._tuning.worth if is_known else self._tuning.hoped)
 
     def promised_s(self, way: Timetable) -> float:
         """What a step takes in a timetable, or at least takes, by the costs when it was solved; 0 if it never was."""

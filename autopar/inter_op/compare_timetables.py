@@ -17,10 +17,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from autopar.errors import ArgumentError, ConstraintError, OutOfMemoryError, UnsupportedProgramError, warn
+from autopar.inter_op.candidates.pipeline_seconds import find_exposed_s, once_a_step_s, time_stages
 from autopar.inter_op.candidates.timetables import Timetable, latency_share, seconds_at
 from autopar.inter_op.candidates.tuning import TUNING, Tuning
 from autopar.inter_op.describe_pipeline import PlannedPipeline, bound_stages
-from autopar.inter_op.pipeline_seconds import find_exposed_s, once_a_step_s, time_stages
 from autopar.inter_op.plan_pipeline import PipelineWishes, alternative_of, plan_in_other_schedules, plan_pipeline
 from autopar.intra_op.request import PlanRequest
 from autopar.pipeline_plan import ONCE, PipelinePlan, TransferPlan

@@ -16,7 +16,7 @@ from typing import TypeAlias
 import numpy as np
 
 from autopar.inter_op.dynamic_program.kinds import KindOfNodes
-from autopar.inter_op.dynamic_program.problem import CostTable
+from autopar.inter_op.dynamic_program.problem import ChosenStage, CostTable
 from autopar.inter_op.dynamic_program.submeshes import Submesh, kind_of, submeshes
 from autopar.inter_op.layer_costs import LayerCosts
 from autopar.inter_op.layer_sums import repetitions
@@ -59,9 +59,9 @@ class CostsByKind:
         first, *others = (one.counts for one in self._costs.values())
         return first.intersection(*others)
 
-    def is_planned(self, count: int, submesh: Submesh) -> bool:
+    def is_planned(self, count: int, submesh: Submesh, *, carried: bool = True) -> bool:
         """Whether layers are planned on as many devices of a kind, in `count` microbatches or what carries over to that."""
-        return self._costs[kind_of(submesh)].is_planned(count, submesh[:2])
+        return self._costs[kind_of(submesh)].is_planned(count, submesh[:2], carried=carried)
 
     def is_divided_otherwise(self, count: int, submesh: Submesh) -> bool:
         """Whether layers are planned on as many devices of a kind only in numbers whose examples these divide further."""
@@ -76,6 +76,13 @@ class CostsByKind:
         is_new = False
         for kind, one in self._costs.items():
             is_new |= one.plan_more(count, [s[:2] for s in submeshes if kind_of(s) == kind])
+        return is_new
+
+    def plan_others(self, count: int, stages: Sequence[ChosenStage]) -> bool:
+        """From now on, plan the layers that do not repeat on the devices of their stages; whether there are new ones."""
+        is_new = False
+        for kind, one in self._costs.items():
+            is_new |= one.plan_others(count, [stage for stage in stages if kind_of(stage.submesh) == kind])
         return is_new
 
     def start_with(self, count: int) -> bool:

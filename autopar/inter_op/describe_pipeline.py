@@ -15,8 +15,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from autopar.inter_op.candidates.pipeline_seconds import find_exposed_s, once_a_step_s, time_stages
 from autopar.inter_op.dynamic_program.places import first_places
-from autopar.inter_op.pipeline_seconds import find_exposed_s, once_a_step_s, time_stages
 from autopar.inter_op.stage_seconds import Staged, StagedStage, transfer_sizes
 from autopar.intra_op.choices.least_work import find_work
 from autopar.intra_op.describe import named_below_the_root

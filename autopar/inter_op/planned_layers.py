@@ -226,17 +226,21 @@ class PlannedLayers:
             self._launches_s[first] = step_s / program.cut.loop.plan.microbatches
         return self._launches_s[first]
 
-    def plan(self, sizes: Collection[int], *, perhaps: int | None = None, common_alone: bool = False) -> None:
-        """Plan all layers on each of these numbers of devices, side by side; or the layer that repeats, alone.
+    def plan(
+        self, sizes: Collection[int], *, others: Collection[_Key] | None = None, perhaps: int | None = None
+    ) -> None:
+        """Plan layers on each of these numbers of devices, side by side: all, or the one that repeats and `others`, if given.
 
-        The layer that repeats comes first, as the others take its meshes. `perhaps`: a number of devices that may be asked for
-        next; the layer that repeats is planned on it if a process is idle meanwhile.
+        The layer that repeats comes first, as the others take its meshes. `others`: (layer, devices). `perhaps`: a number of
+        devices that may be asked for next; the layer that repeats is planned on it if a process is idle meanwhile.
         """
-        kinds = dict.fromkeys(self._first if not common_alone else [self._common])
-        first = [self._common] if self._is_usual else []
-        for layers in (first, [layer for layer in kinds if layer not in first]):
-            new = self._not_planned(self._key(layer, size) for size in sorted(sizes, reverse=True) for layer in layers)
-            is_idle = layers is first and 0 < len(new) < self._request.processes
+        ordered = sorted(sizes, reverse=True)
+        first = [self._common] if self._is_usual or others is not None else []
+        if others is None:
+            others = [(layer, size) for size in ordered for layer in dict.fromkeys(self._first) if layer not in first]
+        for is_first, keys in ((True, itertools.product(first, ordered)), (False, others)):
+            new = self._not_planned(self._key(layer, size) for layer, size in keys)
+            is_idle = is_first and 0 < len(new) < self._request.processes
             ahead = [key for key in self._ahead(perhaps) if key not in new] if is_idle else []
             self._plan_keys(new, ahead)
 

@@ -124,8 +124,9 @@ class _StageSearch:
     def _plan_chosen(self, best: Timetable) -> bool:
         """Plan layers where the best choice takes estimates of them, unless it is too slow; whether there are any."""
         choice = self.stages.choices[best]
-        is_new = not self._is_too_slow(choice) and self.costs.plan_more(
-            best.microbatches, [stage.submesh for stage in choice.stages]
+        count, submeshes = best.microbatches, [stage.submesh for stage in choice.stages]
+        is_new = not self._is_too_slow(choice) and (
+            self.costs.plan_more(count, submeshes) or self.costs.plan_others(count, choice.stages)
         )
         if is_new:
             self.stages.outdate()
@@ -277,9 +278,11 @@ class _StageSearch:
             below_s = min((seconds for one, (_, seconds) in ended.items() if one not in doubtful), default=math.inf)
             planned = self.stages.solve_planned(way, below_s, last)
             is_first = way in doubtful or way not in ended
-            if isinstance(planned, StageChoice) and (is_first or planned.step_s < ended[way][1]):
-                ended[way] = (planned, planned.step_s)
-                doubtful.discard(way)
+            if isinstance(planned, StageChoice):
+                hoped_s = self.stages.hoped_s(way, planned)
+                if is_first or hoped_s < ended[way][1]:
+                    ended[way] = (planned, hoped_s)
+                    doubtful.discard(way)
         best = min(ended.keys() - doubtful or ended, key=lambda way: ended[way][1])
         choice = self.stages.even_out(best, ended[best][0], last)
         ended[best] = choice, choice.step_s

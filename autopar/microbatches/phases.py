@@ -137,9 +137,8 @@ def in_another_number(plan: TimePlan, microbatches: int, rules: RuleBook, tuning
 
 
 def _divided_among(strategy: ShardingStrategy, rule: FactorRule, before: int, now: int) -> ShardingStrategy | None:
-    """A strategy for another number of microbatches; None if that does not divide its factors, or makes one element of one."""
-    sizes = [size for factor, axes in strategy.factor_axes if axes and (size := dict(rule.sizes).get(factor))]
-    if any(size % now or (size == now) != (size == before) for size in sizes):
+    """A strategy for another number of microbatches; None if that does not divide its factors."""
+    if any(size % now for factor, axes in strategy.factor_axes if axes and (size := dict(rule.sizes).get(factor))):
         return None
     return dataclasses.replace(strategy, ways=now) if strategy.ways == before else strategy
 

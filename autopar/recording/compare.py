@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 from autopar.errors import ArgumentError
-from autopar.inter_op.pipeline_seconds import find_exposed_s, once_a_step_s, schedule_of, time_stages
+from autopar.inter_op.candidates.pipeline_seconds import find_exposed_s, once_a_step_s, schedule_of, time_stages
 from autopar.pipeline_plan import PipelinePlan, StagePlan
 from autopar.plan import Plan
 from autopar.recording.device_times import CollectiveRun, DeviceTimes, collective_runs, device_times

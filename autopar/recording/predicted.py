@@ -6,7 +6,7 @@ wrong: a schedule with more spans than a picture has room for; whoever draws cou
 
 from __future__ import annotations
 
-from autopar.inter_op.pipeline_seconds import find_exposed_s, schedule_of, simulate_stages
+from autopar.inter_op.candidates.pipeline_seconds import find_exposed_s, schedule_of, simulate_stages
 from autopar.pipeline_plan import PipelinePlan
 from autopar.recording.recorded import RecordedSpan
 from autopar.schedules.instructions import Run

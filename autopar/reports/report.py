@@ -19,7 +19,7 @@ from autopar.explain import report
 from autopar.explain.figures import meshes_of, node_size
 from autopar.explain.verified import headline, verified_table
 from autopar.files.whole_file import save
-from autopar.inter_op.pipeline_seconds import schedule_of
+from autopar.inter_op.candidates.pipeline_seconds import schedule_of
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
 from autopar.recording.run import RecordedRun

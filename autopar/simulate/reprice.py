@@ -16,7 +16,7 @@ from typing import cast
 
 from autopar.cost_model.hardware import PRESETS, Cluster
 from autopar.cost_model.overlap import Communication, Kind
-from autopar.inter_op.pipeline_seconds import predict_step_s, wait_for_transfers_s
+from autopar.inter_op.candidates.pipeline_seconds import predict_step_s, wait_for_transfers_s
 from autopar.intra_op.choices.overlap import Moved, hide, window
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import WITHIN, CollectivePlan, Plan

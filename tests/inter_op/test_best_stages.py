@@ -70,7 +70,12 @@ def test_one_schedule_of_one_number_of_microbatches_is_settled_before_others_are
 
     monkeypatch.setattr(best_stages, "choose_faster_stages", fits)
     table = types.SimpleNamespace(
-        impossible=set(), counts={4}, table=lambda *args, **options: None, plan_more=plan_more, has_common=False
+        impossible=set(),
+        counts={4},
+        table=lambda *args, **options: None,
+        plan_more=plan_more,
+        plan_others=lambda count, stages: False,
+        has_common=False,
     )
     rules = types.SimpleNamespace(options=(), shares=(), num_stages=None, problem=lambda way, table: way)
     first, second = WAYS[2], Timetable(4, "zb-h1")

@@ -145,18 +145,19 @@ def test_where_nothing_fits_as_wholes_stages_are_chosen_again_in_less_memory(mon
 
 
 @pytest.mark.parametrize(
-    ("sizes", "layers", "best", "others", "promised"), [((1024, 32), 1, 1, [], [4]), ((1024, 512), 4, 4, [1], [])]
+    ("sizes", "second", "layers", "best", "others", "promised"),
+    [((1024, 32), 2, 1, 1, [2], [4]), ((1024, 512), 4, 4, 4, [1], [])],
 )
 def test_a_search_that_the_clock_ends_knows_what_else_is_planned_and_what_only_promises(
-    sizes, layers, best, others, promised
+    sizes, second, layers, best, others, promised
 ):
-    """It ends when so many of the four layers are planned in a second number of microbatches, 4."""
+    """It ends when layers are planned so many times in a second number of microbatches."""
     width, batch = sizes
     traced, budget, counts = traced_step(*arguments(width, batch=batch)), Budget(), []
 
     def plan_and_stop(program, request):
         counts.append(program.ports.microbatches)
-        if counts.count(4) == layers:
+        if counts.count(second) == layers:
             budget.stop()
         return plan_program(program, request)
 
@@ -273,7 +274,7 @@ def test_equal_submeshes_are_taken_when_the_clock_ends_if_they_take_hardly_longe
             return chosen(seconds, submeshes) if seconds <= below_s else SlowerStages(seconds)
 
     class AllPlanned:
-        def is_planned(self, count, submesh):
+        def is_planned(self, count, submesh, *, carried=True):
             return submesh in even_s
 
     stages = best_stages(Even, AllPlanned(), rules_on(((1, 1), (1, 2), (2, 2)), (2, 2)))
@@ -292,7 +293,7 @@ def test_what_is_only_estimated_is_the_last_resort_when_the_clock_ends():
     """One stage as well: to plan it takes as long as all stages."""
 
     class OnOneDevice:
-        def is_planned(self, count, submesh):
+        def is_planned(self, count, submesh, *, carried=True):
             return submesh != (1, 2)
 
     rules = rules_on(((1, 1), (1, 2)), (1, 2))
@@ -312,7 +313,7 @@ def test_what_only_promises_when_the_clock_ends_takes_at_least_that():
     class OnOneDevice:
         impossible = frozenset()
 
-        def is_planned(self, count, submesh):
+        def is_planned(self, count, submesh, *, carried=True):
             return submesh != (1, 2)
 
     rules = rules_on(((1, 1), (1, 2)), (1, 4))
@@ -329,3 +330,17 @@ def test_what_only_promises_when_the_clock_ends_takes_at_least_that():
         stages._budget = Budget(seconds=seconds)
         rows = stages.compare(choices)
         assert [(row.num_microbatches, row.estimate_s, row.at_least_s) for row in rows] == expected
+
+
+def test_what_carries_over_from_another_number_of_microbatches_counts_as_a_little_longer_when_the_clock_ends():
+    """One that layers are planned in is not given up for what another seems to take, by less than such sums are off."""
+
+    class InTwo:
+        def is_planned(self, count, submesh, *, carried=True):
+            return submesh == (1, 1) and (carried or count == 2)
+
+    stages = best_stages(BestStages, InTwo(), rules_on(((1, 1), (1, 2)), (1, 2)))
+    alike, unlike = chosen(1.0, [(1, 1)] * 2), chosen(1.0, [(1, 2)])
+    assert stages.hoped_s(Timetable(2, "1f1b"), alike) == 1.0
+    assert stages.hoped_s(Timetable(4, "1f1b"), alike) == 1 + TUNING.worth
+    assert stages.hoped_s(Timetable(2, "1f1b"), unlike) == TUNING.hoped

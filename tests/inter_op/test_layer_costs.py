@@ -9,6 +9,7 @@ import pytest
 from autopar.cost_model.hardware import preset
 from autopar.inter_op.candidates.layer_figures import LayerFigures
 from autopar.inter_op.candidates.sizes import first_across_nodes, first_sizes
+from autopar.inter_op.known_layers import KnownLayers
 from autopar.inter_op.layer_costs import LayerCosts
 from autopar.inter_op.plan_stage import plan_program
 from autopar.stages.split_scans import split_scans
@@ -36,7 +37,7 @@ def test_links_between_nodes_are_met_on_the_fewest_of_them_before_more_are_plann
 def test_figures_carry_over_to_numbers_of_microbatches_that_divide_their_examples_no_further():
     """Of 1,024 examples, 512 microbatches have 2 each, which 32 devices divide in two; 256 have 4, which they divide in four."""
     costs = LayerCosts.__new__(LayerCosts)
-    costs._examples, costs._sizes = 1024, {512: {32}}
+    costs._known = KnownLayers(examples=1024, sizes={512: {32}})
     assert costs.is_planned(512, (4, 8))
     assert costs.is_planned(1024, (4, 8))
     assert not costs.is_planned(256, (4, 8))
@@ -47,24 +48,23 @@ def test_microbatches_that_devices_divide_less_far_tell_nothing_of_latency():
     """Of 1,520 examples, 20 microbatches have 76 each and 380 have 4, which 8 devices divide in four; 80 have 19."""
 
     def costs_of(seconds):
-        costs = LayerCosts.__new__(LayerCosts)
-        costs._examples, costs._sizes = 1520, {count: {8} for count in seconds}
-        costs._layers = {
+        layers = {
             count: types.SimpleNamespace(
                 figures=lambda layer, devices, s=s: LayerFigures(forward_s=s, backward_s=2 * s),
                 useful_devices=lambda layer, devices: devices,
                 first_alike=lambda layer: layer,
+                has_common=False,
+                common=0,
             )
             for count, s in seconds.items()
         }
-        costs._known = {}
-        return costs
+        return KnownLayers(examples=1520, layers=layers, sizes={count: {8} for count in seconds})
 
     uneven, even = costs_of({20: 1.0, 80: 0.9}), costs_of({20: 1.0, 380: 0.1})
     assert uneven._share(0) == 0.0
     assert even._share(0) == pytest.approx([0.05] * 2), "t = 0.05 + 19 / m"
     for costs in (uneven, even):
-        carried = costs._figures(152, 0, 8)
+        carried = costs.figures(152, 0, 8)
         expected_s = 20 / 152 if costs is uneven else 0.05 + 19 / 152
         assert (carried.forward_s, carried.backward_s) == pytest.approx((expected_s, 2 * expected_s))
 
@@ -83,9 +83,11 @@ def test_what_is_planned_on_more_devices_or_for_fewer_examples_is_a_floor_of_wha
 
     def costs_planned_on(sizes):
         costs = LayerCosts(loop_of, 4, request_on(two_nodes()), options)
-        costs._sizes = {4: set()}
+        costs._known.sizes[4].clear()
+        costs._known.others[4].clear()
         for m, size in sizes:
             costs.plan_more(m, [(1, size)])
+            costs._known.add_others(m, [(layer, size) for layer in range(len(costs.of(m)))])
         return costs
 
     seconds = costs_planned_on([(planned, 4)]).table(count, options).seconds[place, 0, -1]
@@ -104,7 +106,7 @@ def test_devices_that_divide_no_dimension_are_known_to_do_nothing():
         return plan_program(program, request)
 
     costs = LayerCosts(loop_of, 4, request_on(two_nodes()), options, planner=plan_and_note)
-    costs._sizes = {4: {2}}
+    costs._known.begin(4, costs.of(4), {2}, others_on=2)
     seconds = costs.table(4, options).seconds
     assert set(asked) == {2}
     assert (seconds[2] == seconds[0]).all()

@@ -189,7 +189,7 @@ def test_a_step_that_cannot_be_cut_into_stages_stays_on_one_mesh():
 
 def test_constraints_that_only_one_mesh_fulfils_leave_the_step_there():
     """One example a microbatch cannot be divided among the devices of a stage; four can be among those of one mesh."""
-    plan = planned(node(1e9), batch=4, constraints=autopar.data_parallel())
+    plan = planned(node(1e9), batch=4, layers=2, constraints=autopar.data_parallel())
     assert isinstance(plan, Plan)
     assert plan.mesh_shape == (4,)
 

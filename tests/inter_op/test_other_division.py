@@ -12,6 +12,7 @@ from autopar.inter_op.candidates.timetables import Timetable
 from autopar.inter_op.candidates.tuning import TUNING
 from autopar.inter_op.dynamic_program.problem import CostTable, StageCost
 from autopar.inter_op.dynamic_program.submeshes import size_of
+from autopar.inter_op.known_layers import KnownLayers
 from autopar.inter_op.layer_costs import LayerCosts
 from autopar.inter_op.search import _StageSearch
 from autopar.solver.budget import Budget
@@ -106,12 +107,12 @@ def test_divided_state_is_that_of_the_smallest_submesh_and_never_more_than_was_k
 def test_layers_are_known_to_be_divided_otherwise_where_microbatches_have_fewer_examples():
     """Of 1,024 examples, 128 microbatches have 8 each, which 8 devices divide; 1,024 have one."""
     costs = LayerCosts.__new__(LayerCosts)
-    costs._examples, costs._sizes = 1024, {128: {1, 8}}
+    costs._known = KnownLayers(examples=1024, sizes={128: {1, 8}})
     assert costs.is_divided_otherwise(1024, (1, 8))
     assert costs.is_divided_otherwise(256, (1, 8))
     assert not costs.is_divided_otherwise(64, (1, 8))
     assert not costs.is_divided_otherwise(1024, (1, 1))
     assert not costs.is_divided_otherwise(1024, (1, 4)), "nothing is known of four"
-    costs._sizes[1024] = {8}
+    costs._known.sizes[1024] = {8}
     assert not costs.is_divided_otherwise(1024, (1, 8))
     assert not costs.is_divided_otherwise(256, (1, 8)), "1,024 divide no more"

@@ -6,8 +6,8 @@ import pytest
 
 from autopar.cost_model.hardware import preset
 from autopar.explain.figures import parts_of
+from autopar.inter_op.candidates.pipeline_seconds import find_exposed_s, predict_step_s, schedule_of, time_stages
 from autopar.inter_op.candidates.timetables import Timetable
-from autopar.inter_op.pipeline_seconds import find_exposed_s, predict_step_s, schedule_of, time_stages
 from autopar.pipeline_plan import ONCE, TransferPlan, plan_from_json, sent_once_s
 from autopar.schedules.schedules import make_schedule
 from autopar.simulate.reprice import reprice

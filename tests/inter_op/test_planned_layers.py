@@ -90,6 +90,6 @@ def test_what_a_layer_launches_is_of_one_microbatch_however_many_there_are():
     """It was that of all, so that smaller microbatches seemed to take as long as large ones."""
     few, many = layers_of(1, plan_program, microbatches=2), layers_of(1, plan_program, microbatches=8)
     assert 0 < many.launches_s(many.common) <= few.launches_s(few.common)
-    few.plan({1}, common_alone=True)
+    few.plan({1}, others=())
     figures = few.figures(few.common, 1)
     assert few.launches_s(few.common) < figures.forward_s + figures.backward_s + figures.once_s

@@ -60,7 +60,7 @@ def test_they_are_those_that_are_found_by_planning(name, late_sums):
     traced = traced_model(name) if name in SIZES else traced_step(name)
     first = plan_time(traced, 4, late_sums=late_sums)
     assert isinstance(first, TimePlan)
-    for count in (1, 2, 8):
+    for count in (1, 2, 8, BATCH if name in SIZES else pipeline_steps.ROWS):
         fresh = phases_of(traced, count, late_sums=late_sums, known=first.phases)
         taken = plan_time(traced, count, late_sums=late_sums, known=first.phases, like=first)
         assert taken.microbatches == taken.assignment.mesh.size == count
@@ -74,13 +74,14 @@ def test_a_number_that_does_not_divide_the_examples_is_planned():
     assert in_another_number(first, 3, first.assignment.rules) is None
 
 
-def test_microbatches_of_one_example_are_planned():
-    """A dimension of one element is no longer divided, whatever the number from which the plan would be taken over."""
+def test_microbatches_of_one_example_are_divided_as_others():
+    """And from these the plan is taken over for others."""
     traced = traced_step("metrics")
-    rules = (first := plan_time(traced, 4)).assignment.rules
-    assert in_another_number(first, 2, rules) is not None
-    assert in_another_number(first, pipeline_steps.ROWS, rules) is None
-    assert in_another_number(plan_time(traced, pipeline_steps.ROWS), 4, rules) is None
+    first, one_each = (phases_of(traced, count) for count in (4, pipeline_steps.ROWS))
+    for made, count, fresh in ((first, pipeline_steps.ROWS, one_each), (one_each, 4, first)):
+        taken = in_another_number(made, count, made.assignment.rules)
+        assert taken is not None
+        assert content(taken) == content(fresh)
 
 
 def test_the_loops_of_other_numbers_have_the_phases_of_the_usual_one():

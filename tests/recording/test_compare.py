@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from autopar.errors import ArgumentError
 from autopar.explain.figures import parts_of
-from autopar.inter_op.pipeline_seconds import predict_step_s
+from autopar.inter_op.candidates.pipeline_seconds import predict_step_s
 from autopar.pipeline_plan import TransferPlan
 from autopar.plan import Plan
 from autopar.recording.compare import compare, parts_of_step

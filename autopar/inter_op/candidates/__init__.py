@@ -1,1 +1,1 @@
-"""What the outer search compares: timetables; and its tuned numbers."""
+"""What the outer search compares: timetables, and what steps and layers take in them; and its tuned numbers."""

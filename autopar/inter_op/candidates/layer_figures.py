@@ -47,6 +47,21 @@ class LayerFigures:
         """The same, if a microbatch takes so many times longer."""
         return self.with_seconds(times * self.forward_s, times * self.backward_s)
 
+    def scaled(self, before: LayerFigures, after: LayerFigures, *, divided: float) -> LayerFigures:
+        """The same elsewhere: seconds as many times longer as those of another layer, `after` and `before`, and the least bytes.
+
+        `divided`: what bytes are multiplied by if they are divided evenly there. More than there were are never assumed: what is
+        taken for too large is not chosen, and so not planned.
+        """
+        old_s, new_s = (one.forward_s + one.backward_s for one in (before, after))
+        times, times_once = new_s / old_s if old_s else 1.0, after.once_s / before.once_s if before.once_s else 1.0
+        least = {
+            field.name: min(1.0, divided) * getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name.endswith("_bytes")
+        }
+        return dataclasses.replace(self.slower(times), once_s=times_once * self.once_s, **least)
+
 
 def nearest_of(planned: Mapping[int, LayerFigures], count: int) -> int:
     """The planned number of microbatches that is nearest to a number."""

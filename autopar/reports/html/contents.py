@@ -21,7 +21,7 @@ from autopar.explain.stages import group_stages, mesh_text, pipeline_tables, ran
 from autopar.explain.strategies import findings
 from autopar.explain.tables import candidates_table, layout_tables, links_table, peak_table, time_table
 from autopar.explain.units import bytes_text, percent_text, seconds_text
-from autopar.inter_op.pipeline_seconds import find_exposed_s, schedule_of, simulate_stages
+from autopar.inter_op.candidates.pipeline_seconds import find_exposed_s, schedule_of, simulate_stages
 from autopar.pipeline_plan import PipelinePlan, StagePlan
 from autopar.plan import Plan
 from autopar.reports.html import charts

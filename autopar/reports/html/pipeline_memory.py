@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autopar.explain.figures import meshes_of
-from autopar.inter_op.pipeline_seconds import schedule_of, simulate_stages
+from autopar.inter_op.candidates.pipeline_seconds import schedule_of, simulate_stages
 from autopar.pipeline_plan import PipelinePlan, StagePlan
 from autopar.schedules.instructions import Run
 from autopar.schedules.timeline import Span
