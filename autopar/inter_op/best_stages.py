@@ -276,7 +276,7 @@ class BestStages:
         """Stages on equal submeshes, if they may be as fast: equal stages are planned as wholes once, unlike ones take long."""
         if len({stage.submesh for stage in choice.stages}) == 1 or self._rules.parts:
             return choice
-        devices, near_s = math.prod(self._rules.shape), (1 + self._tuning.worth) * choice.step_s
+        devices, near_s = math.prod(self._rules.shape), (1 + self._tuning.worth_early) * choice.step_s
         even: list[StageChoice] = []
         for submesh in self._rules.options:
             count, rest = divmod(devices, size_of(submesh))

@@ -260,9 +260,9 @@ def chosen(step_s, submeshes):
 @pytest.mark.parametrize(
     ("even_s", "taken"),
     [
-        ({(1, 1): 1.5, (1, 2): 1.02, (2, 2): 0.5}, (1, 2)),  # one stage of all devices is none of several
-        ({(1, 1): 1.01, (1, 2): 1.02}, (1, 1)),
-        ({(1, 2): 1.04}, None),
+        ({(1, 1): 1.5, (1, 2): 1.008, (2, 2): 0.5}, (1, 2)),  # one stage of all devices is none of several
+        ({(1, 1): 1.004, (1, 2): 1.008}, (1, 1)),
+        ({(1, 2): 1.02}, None),
     ],
 )
 def test_equal_submeshes_are_taken_when_the_clock_ends_if_they_take_hardly_longer(even_s, taken):
