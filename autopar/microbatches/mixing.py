@@ -21,7 +21,6 @@ from autopar.program.step import TracedStep
 from autopar.rules.factor_rule import FactorRule
 from autopar.rules.table import entry_for, flops_of, has_rule, linear_if_finite
 
-
 Certainty = Literal["certain", "vague", "finite"]
 
 
@@ -29,8 +28,8 @@ Certainty = Literal["certain", "vague", "finite"]
 class MixedExamples:
     """Why a step cannot be cut into microbatches: the operation that mixes examples, and its line.
 
-    `certainty`: "vague" if no operation was found that mixes, and the one that is named is heavy work that is not divided. "finite"
-    if it, or another one in a loop or a branch, takes a whole sum, and would take terms of it if its other factors were finite.
+    `certainty`: "vague" if no operation was found that mixes, and the one that is named is heavy work that is not divided;
+    "finite" if a product in a loop or a branch needs a whole sum, and would take terms of it if its other factor were finite.
     """
 
     operation: str

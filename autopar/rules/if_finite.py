@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from autopar.compat import JaxprEqn
-from autopar.rules.by_shape import linear_groups
+from autopar.compat import JaxprEqn, Literal
 from autopar.rules.flops import number_format
 
 _LEAST_BITS = 32
@@ -27,7 +26,7 @@ _NARROW = ("bfloat16", "float16")
 
 def factors(eqn: JaxprEqn) -> list[tuple[int, ...]]:
     """Of a product of two: each alone."""
-    return linear_groups(eqn, (0,), (1,)) if _is_wide(eqn) else []
+    return [(0,), (1,)] if _is_open(eqn) else []
 
 
 def contracted(eqn: JaxprEqn) -> list[tuple[int, ...]]:
@@ -37,15 +36,20 @@ def contracted(eqn: JaxprEqn) -> list[tuple[int, ...]]:
 
 def numerator(eqn: JaxprEqn) -> list[tuple[int, ...]]:
     """Of a quotient: the numerator, if the divisor is no zero either."""
-    return linear_groups(eqn, (0,)) if _is_wide(eqn) else []
+    return [(0,)] if _is_open(eqn) else []
 
 
 def right_sides(eqn: JaxprEqn) -> list[tuple[int, ...]]:
     """Of a system of equations: the right-hand sides, if the matrix is regular, too."""
-    return linear_groups(eqn, (1,)) if _is_wide(eqn) else []
+    return [(1,)] if _is_open(eqn) else []
 
 
-def _is_wide(eqn: JaxprEqn) -> bool:
-    """Whether the first two operands and the result are real or complex numbers of at least float32's precision."""
-    dtypes = [v.aval.dtype for v in (*eqn.invars[:2], *eqn.outvars)]
-    return all(jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits >= _LEAST_BITS for dtype in dtypes)
+def _is_open(eqn: JaxprEqn) -> bool:
+    """Whether both operands are known only when the program runs, and real or complex numbers of at least float32's precision.
+
+    Of a literal it is known whether it is finite, which the factor rule says.
+    """
+    operands = eqn.invars[:2]
+    dtypes = [v.aval.dtype for v in (*operands, *eqn.outvars)]
+    is_wide = all(jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits >= _LEAST_BITS for dtype in dtypes)
+    return is_wide and not any(isinstance(v, Literal) for v in operands)

@@ -7,6 +7,7 @@ are drawn and both ways compared. A wrong claim that is added to the table is fo
 shows it: an operation by which numbers grow may make infinities of terms that are within its factor of the largest number.
 """
 
+import functools
 import zlib
 
 import jax
@@ -19,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar.layouts.monoids import COMBINE, neutral_element
 from autopar.rules import by_shape, matrices, pointwise
-from autopar.rules.table import RULES, rule_for
+from autopar.rules.table import RULES, linear_if_finite, rule_for
 from tests.rules.examples import EXAMPLES, Example
 
 DTYPES = ("float32", "int8")
@@ -108,6 +109,53 @@ def claims(eqn):
     monoids = ("sum", "max", "min") if rule.any_monoid else ("sum",)
     inexact = [v for v in eqn.invars if jnp.issubdtype(v.aval.dtype, jnp.complexfloating)]
     return [(group, monoid) for group in rule.linear for monoid in monoids if monoid == "sum" or not inexact]
+
+
+def check_finiteness(eqn):
+    """Every claim of what an equation is linear in if the other operands are finite.
+
+    If they are, as a rule claims; otherwise the results of the terms are finite where those of the sum are, and equal there.
+    """
+    bind = jax.jit(lambda *operands: eqn.primitive.bind(*operands, **eqn.params))
+    for group in linear_if_finite(eqn, rule_for(eqn)):
+        assert_linear(eqn, bind, group, "sum", "moderate", np.random.default_rng(0))
+        for seed in range(8):
+            rng = np.random.default_rng(seed)
+            operands = [jnp.asarray(v.val if hasattr(v, "val") else drawn(v.aval, "special", rng)) for v in eqn.invars]
+            (place,) = group
+            terms = [drawn(eqn.invars[place].aval, "moderate", rng) for _ in range(TERMS)]
+            made = [
+                jax.tree.leaves(bind(*operands[:place], jnp.asarray(x), *operands[place + 1 :]))[0]
+                for x in (*terms, sum(terms))
+            ]
+            each, whole = np.asarray(sum(made[:-1])), np.asarray(made[-1])
+            np.testing.assert_array_equal(np.isfinite(each), np.isfinite(whole), err_msg=f"{eqn.primitive} {group}")
+            np.testing.assert_allclose(
+                *(np.where(np.isfinite(whole), x, 0) for x in (each, whole)), rtol=1e-3, atol=1e-3
+            )
+
+
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if RULES[name].if_finite is not None])
+def test_terms_of_products_add_up_if_the_other_factors_are_finite(name):
+    found = [eqn for example in EXAMPLES[name] for eqn in variants(name, example, ("float32", "complex64"))]
+    assert any(linear_if_finite(eqn, rule_for(eqn)) for eqn in found)
+    for eqn in found:
+        check_finiteness(eqn)
+
+
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if RULES[name].if_finite is not None])
+def test_no_terms_are_rounded_to_half_precision(name):
+    for example in EXAMPLES[name]:
+        for eqn in variants(name, example, ("float16", "bfloat16", "int32")):
+            assert linear_if_finite(eqn, rule_for(eqn)) == ()
+
+
+def test_products_in_half_precision_of_wider_numbers_round_their_terms():
+    x = jnp.ones((8, 8), jnp.float32)
+    for asked, expected in ((None, ((0,), (1,))), (lax.DotAlgorithmPreset.BF16_BF16_F32, ())):
+        fun = functools.partial(lax.dot, precision=asked, preferred_element_type=jnp.float32)
+        eqn = Example(fun, (x, x)).equation("dot_general")
+        assert linear_if_finite(eqn, rule_for(eqn)) == expected
 
 
 def check(eqn):
