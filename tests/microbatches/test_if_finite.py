@@ -1,7 +1,5 @@
 """Products in loops and branches take terms of a sum as if their other factor were finite, where nothing else cuts the step."""
 
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,107 +7,26 @@ import pytest
 from jax import lax
 
 import autopar
-from autopar import decide, explain
 from autopar.errors import UnsupportedProgramError
 from autopar.microbatches import phases
 from autopar.microbatches.phases import phases_of, plan_time
 from autopar.microbatches.time_plan import TimePlan
+from autopar.stages.split_scans import split_scans
+from autopar.stages.time_loops import make_divided_loop
+from tests.microbatches.gated_steps import (
+    LOSSES,
+    ONE_MESH,
+    STAGES,
+    arguments,
+    behind_a_branch,
+    descent,
+    gated,
+    layered,
+    planned,
+    rolled,
+)
 from tests.microbatches.small_steps import traced_of
 from tests.oracles import assert_same_as_jit
-
-LAYERS, ROWS, WIDTH = 4, 16, 8
-ONE_MESH = {"num_microbatches": 4, "mesh_shape": (1,)}
-STAGES = {"num_stages": 2, "num_microbatches": 4, "mesh_shape": (1,)}
-
-
-def drawn(*shape, scale=0.3, dtype=jnp.float32):
-    return jnp.asarray(scale * np.random.default_rng(sum(shape)).normal(size=shape), dtype)
-
-
-def descent(loss_of):
-    def step(weights, batch):
-        loss, gradients = jax.value_and_grad(loss_of)(weights, batch)
-        return jax.tree.map(lambda w, g: (w - 0.1 * g).astype(w.dtype), weights, gradients), loss
-
-    return step
-
-
-def layered(layer, wrap=lambda group: group, groups=LAYERS):
-    """Layers in a scan; `groups` of them are wrapped together."""
-
-    def loss_of(weights, batch):
-        grouped = jax.tree.map(lambda w: w.reshape(groups, -1, *w.shape[1:]), weights)
-        group = wrap(lambda x, ws: (lax.scan(lambda x, w: (layer(x, w), None), x, ws)[0], None))
-        return jnp.mean((lax.scan(group, batch["x"], grouped)[0] - batch["y"]) ** 2)
-
-    return loss_of
-
-
-def gated(x, w):
-    return x + jnp.tanh(x @ w["w"]) * jnp.exp(w["g"])
-
-
-def rolled(x, w):
-    return x + jnp.tanh(x @ w["w"]) * jnp.exp(jnp.roll(w["g"], 2))
-
-
-def over_a_norm(x, w):
-    return x + jnp.tanh(x @ w["w"] / jnp.linalg.norm(w["w"])) * w["g"]
-
-
-def looped(x, w):
-    start = w["w"] / jnp.linalg.norm(w["w"])
-    return x + jnp.tanh(x @ lax.fori_loop(0, 3, lambda i, m: 1.5 * m - 0.5 * m @ m.T @ m, start)) * w["g"]
-
-
-def on_the_left(x, w):
-    return x + jnp.tanh(jnp.exp(w["w"]) @ x.T).T * w["g"]
-
-
-def convolved(x, w):
-    kernel = jnp.exp(jnp.roll(w["w"][:3, :, None], 1, 1)) / 9
-    numbers = ("NWC", "WIO", "NWC")
-    return (
-        x
-        + jnp.tanh(lax.conv_general_dilated(x[..., None], kernel[:, :1], (1,), "SAME", dimension_numbers=numbers))[
-            ..., 0
-        ]
-    )
-
-
-def behind_a_branch(weights, batch):
-    x = jnp.tanh(batch["x"] @ weights["w"][0])
-    x = lax.cond(weights["g"][0, 0] > -9, lambda x: x * jnp.exp(weights["g"][0]), lambda x: x, x)
-    return jnp.mean((x @ weights["w"][1] - batch["y"]) ** 2)
-
-
-def ensemble(weights, batch):
-    def one(weights):
-        return lax.scan(lambda x, w: (gated(x, w), None), batch["x"], weights)[0]
-
-    return jnp.mean((jax.vmap(one)(weights) - batch["y"]) ** 2)
-
-
-LOSSES = {
-    "a branch": behind_a_branch,
-    "a rolled weight": layered(rolled),
-    "a weight made by a loop": layered(looped),
-    "checkpointed groups": layered(over_a_norm, jax.checkpoint, groups=2),
-    "an ensemble": ensemble,
-    "weights on the left": layered(on_the_left),
-    "a kernel": layered(convolved),
-}
-
-
-def arguments(name="", dtype=jnp.float32):
-    models = (3,) if name == "an ensemble" else ()
-    weights = {"w": drawn(*models, LAYERS, WIDTH, WIDTH, dtype=dtype), "g": drawn(*models, LAYERS, WIDTH, dtype=dtype)}
-    return weights, {"x": drawn(ROWS, WIDTH, dtype=dtype), "y": drawn(ROWS, WIDTH, scale=1.0, dtype=dtype)}
-
-
-def planned(name, **options):
-    return autopar.parallelize(descent(LOSSES[name]), **options).plan(*arguments(name))
-
 
 # --- results ----------------------------------------------------------------------------------------------------------
 
@@ -298,6 +215,13 @@ def test_another_number_is_sought_in_the_same_way(late_sums, attempts):
     assert plan_time(traced, 2, late_sums=late_sums, known=first.phases, finite=True).phases == first.phases
 
 
+def test_a_step_of_split_scans_is_sought_in_the_way_of_the_whole(attempts):
+    traced = traced_of(descent(LOSSES["a rolled weight"]), *arguments())
+    loop = make_divided_loop(split_scans(traced, ((2,),)), 4)
+    assert attempts == [False, True, True]
+    assert loop.plan.assumed_finite
+
+
 def test_as_many_microbatches_as_fit_the_memory_are_found():
     step, (weights, batch) = descent(LOSSES["a rolled weight"]), arguments()
     batch = {name: jnp.tile(x, (64, 1)) for name, x in batch.items()}
@@ -323,48 +247,3 @@ def test_few_products_take_terms_of_which_it_is_not_known_that_they_may():
     plan = plan_time(traced_of(descent(loss_of), *arguments()), 4)
     assert len(plan.assumed_finite) == 1
     assert "behind_a_branch" in plan.assumed_finite[0]
-
-
-# --- plans ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("way", [ONE_MESH, STAGES], ids=["microbatches", "stages"])
-def test_the_report_names_the_products_and_says_what_may_happen(way):
-    plan = planned("a rolled weight", **way)
-    (product,) = plan.assumed_finite
-    assert product.startswith("mul at ")
-    assert "test_if_finite.py" in product
-    said = " ".join(explain.explain(plan).split())
-    assert product in said
-    assert "NaN in place of an infinity" in said
-    strict = autopar.parallelize(descent(layered(gated)), **way).plan(*arguments())
-    assert "NaN in place of an infinity" not in explain.explain(strict)
-
-
-@pytest.mark.parametrize("way", [ONE_MESH, STAGES], ids=["microbatches", "stages"])
-def test_a_plan_that_is_read_back_runs_in_the_same_way(way):
-    plan = planned("a branch", **way)
-    read = autopar.plan_from_json(plan.to_json())
-    assert read == plan
-    step = descent(behind_a_branch)
-    parallel = autopar.parallelize(step, plan=read)
-    assert_same_as_jit(step, parallel, *arguments(), steps=2)
-    assert parallel.last_plan().assumed_finite == plan.assumed_finite != ()
-
-
-@pytest.mark.parametrize("way", [ONE_MESH, STAGES], ids=["microbatches", "stages"])
-def test_a_plan_that_was_written_before_is_read(way):
-    fields = json.loads(planned("a branch", **way).to_json())
-    assert fields.pop("assumed_finite")
-    assert autopar.plan_from_json(json.dumps(fields)).assumed_finite == ()
-
-
-@pytest.mark.parametrize("way", [ONE_MESH, STAGES], ids=["microbatches", "stages"])
-def test_a_plan_of_the_cache_runs_in_the_same_way(way, tmp_path, monkeypatch):
-    monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path))
-    plan = planned("a rolled weight", **way)
-    monkeypatch.setattr(decide, "_search", None)
-    step = descent(LOSSES["a rolled weight"])
-    again = autopar.parallelize(step, **way)
-    assert again.plan(*arguments()).assumed_finite == plan.assumed_finite != ()
-    assert_same_as_jit(step, again, *arguments(), steps=2)

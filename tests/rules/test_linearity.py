@@ -111,6 +111,12 @@ def claims(eqn):
     return [(group, monoid) for group in rule.linear for monoid in monoids if monoid == "sum" or not inexact]
 
 
+def test_products_are_linear_in_each_factor_if_the_other_is_finite():
+    assert {name for name, row in RULES.items() if row.if_finite is not None} == {
+        "conv_general_dilated", "div", "dot_general", "mul", "ragged_dot_general", "triangular_solve"
+    }  # fmt: skip
+
+
 def check_finiteness(eqn):
     """Every claim of what an equation is linear in if the other operands are finite.
 
