@@ -59,7 +59,7 @@ class PrimitiveRule:
     between: Callable[[JaxprEqn], float] | None = None
     holes: Callable[[JaxprEqn], float] | None = None
     masks: Callable[[JaxprEqn], float] | None = None
-    if_finite: Groups | None = None
+    if_finite: Groups | None = dataclasses.field(default=None, compare=False)  # left out of digests of users' rules
 
     @property
     def heavy(self) -> bool:
