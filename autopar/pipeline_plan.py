@@ -139,6 +139,7 @@ class PipelinePlan(Presented):
             submeshes, microbatches, schedule and recomputation, and whatever the memory; 0: no bound is known.
         flops: operations of the step's contractions and convolutions, on all devices together, each counted once; 0: not known.
         at_peak_s: seconds per step that these would take at the devices' peak.
+        assumed_finite: as in a `Plan`, of all stages.
         version: of the JSON form.
     """
 
@@ -164,6 +165,7 @@ class PipelinePlan(Presented):
     lower_bound_s: float = 0.0
     flops: float = 0.0
     at_peak_s: float = 0.0
+    assumed_finite: tuple[str, ...] = ()
     version: int = VERSION
 
     def devices_by_kind(self) -> dict[str, int]:

@@ -246,6 +246,9 @@ class Plan(Presented):
         one_mesh_bound_s: where stages were open, the bound of plans on one mesh alone, not below `lower_bound_s`; else 0.
         first_device: the place of its first device among the step's; the others follow.
         node_kind: the kind of node that it runs on in a mixed cluster, whose other nodes idle; empty: on all devices.
+        assumed_finite: products in loops and branches, each with its line, that take terms of a sum over microbatches, as
+            `mul at model.py:12`. Their other factor is not known to be finite; where it is not, a result may be NaN in place of
+            an infinity.
         compiler: whose buffers the memory is that of, XLA's for `cpu` or for `gpu`; the latter also stands for TPUs.
         version: of the JSON form.
     """
@@ -288,6 +291,7 @@ class Plan(Presented):
     at_peak_s: float = 0.0
     first_device: int = 0
     node_kind: str = ""
+    assumed_finite: tuple[str, ...] = ()
     compiler: str = "cpu"
     version: int = VERSION
 

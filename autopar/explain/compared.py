@@ -53,9 +53,10 @@ def compared_table(plan: Plan | PipelinePlan, *, full: bool = False, most_rows: 
 
 
 def what_is_missing(plan: Plan | PipelinePlan) -> Iterator[str]:
-    """The machine, if it was assumed, and what more time for planning would do; nothing is said of a plan that is proven."""
+    """What was assumed of the machine and of numbers, and what more time for planning would do, unless the plan is proven."""
     if plan.is_cluster_assumed:
         yield f"planned for the preset {plan.cluster}, which was assumed: cluster= names the machine"
+    yield from _finite_text(plan)
     if not plan.ended_early:
         if not is_proven(plan):
             yield f"the search came to its end{_left_text(plan)}: {_MORE_SECONDS} would find the same plan"
@@ -74,6 +75,18 @@ def _left_text(plan: Plan | PipelinePlan) -> str:
     left = meshes_left(plan) if isinstance(plan, Plan) else ()
     named = " and ".join(left) if len(left) <= _MESHES_NAMED else f"{len(left)} meshes"
     return f", and left {named} for the little that could be saved there" if left else ""
+
+
+def _finite_text(plan: Plan | PipelinePlan) -> Iterator[str]:
+    """The products that take terms of a sum as if their other factor were finite."""
+    products = plan.assumed_finite
+    if products:
+        others = len(products) - _LISTED
+        listed = ", ".join(products[:_LISTED]) + (f", and {others} more" if others > 0 else "")
+        yield (
+            "sums over microbatches are taken behind products with factors that are assumed to be finite, and with divisors that "
+            f"are no zeros: {listed}; where they are not, results may be NaN in place of an infinity"
+        )
 
 
 def why_chosen(plan: Plan | PipelinePlan) -> Iterator[str]:

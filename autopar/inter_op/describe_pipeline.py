@@ -77,6 +77,7 @@ def describe_pipeline(traced: TracedStep, staged: Staged, schedule: Schedule, re
         memory_limit_bytes=_memory_limit(staged, request),
         planning_s=0.0,
         scan_cuts=staged.split.cuts,
+        assumed_finite=staged.stages[0].program.cut.loop.plan.assumed_finite,
     )
     return PlannedPipeline(traced, plan, staged)
 

@@ -82,6 +82,7 @@ def describe_plan(
         allow_redundant_compute=allow_redundant_compute,
         copy_span=assignment.copy_span,
         num_microbatches=traced.microbatches,
+        assumed_finite=traced.assumed_finite,
         compiler=memory.compiler.platform,
         memory_bytes=memory.over_step(choice.numbers, copy_span=assignment.copy_span, points=MEMORY_POINTS),
     )

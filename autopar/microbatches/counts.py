@@ -46,6 +46,7 @@ def plan_phases(
     late_sums: bool = False,
     known: Mapping[Equation, Phase] | None = None,
     like: TimePlan | None = None,
+    finite: bool = False,
 ) -> TimePlan | MixedExamples:
     """As `plan_time`. Raises ArgumentError if the number divides no leaf of the batch, or not all that must be cut.
 
@@ -55,7 +56,7 @@ def plan_phases(
     uneven = [leaf for leaf in leaves if leaf.shape[0] % count]
     if leaves and len(uneven) == len(leaves):
         raise ArgumentError(_does_not_divide(traced, count, uneven))
-    plan = plan_time(traced, count, late_sums=late_sums, known=known, like=like)
+    plan = plan_time(traced, count, late_sums=late_sums, known=known, like=like, finite=finite)
     if uneven and isinstance(plan, MixedExamples):
         raise ArgumentError(_does_not_divide(traced, count, uneven))
     return plan
@@ -90,4 +91,6 @@ def microbatch_counts(traced: TracedStep) -> tuple[int, ...]:
 def loop_over_microbatches(traced: TracedStep, plan: TimePlan) -> TracedStep:
     """The step as one program with the loop inside; see the module's text."""
     loop = TimeLoop(traced, plan)
-    return dataclasses.replace(retrace(traced, loop.inputs(), loop.run), microbatches=plan.microbatches)
+    return dataclasses.replace(
+        retrace(traced, loop.inputs(), loop.run), microbatches=plan.microbatches, assumed_finite=plan.assumed_finite
+    )

@@ -9,29 +9,33 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Set
+from typing import Literal
 
 from autopar.compat import Literal as JaxLiteral
-from autopar.compat import Var, functions_around, source_line
+from autopar.compat import Var, functions_around
 from autopar.microbatches.examples import ONE_BY_ONE
 from autopar.microbatches.time_plan import TimePlan
 from autopar.program.loops import Filled, LoopEquation
 from autopar.program.program import Atom, Equation, hands_on, variables_of
 from autopar.program.step import TracedStep
 from autopar.rules.factor_rule import FactorRule
-from autopar.rules.table import entry_for, flops_of, has_rule
+from autopar.rules.table import entry_for, flops_of, has_rule, linear_if_finite
+
+Certainty = Literal["certain", "vague", "finite"]
 
 
 @dataclasses.dataclass(frozen=True)
 class MixedExamples:
     """Why a step cannot be cut into microbatches: the operation that mixes examples, and its line.
 
-    `is_vague`: no operation was found that mixes, and the one that is named is heavy work that is not divided.
+    `certainty`: "vague" if no operation was found that mixes, and the one that is named is heavy work that is not divided;
+    "finite" if a product in a loop or a branch needs a whole sum, and would take terms of it if its other factor were finite.
     """
 
     operation: str
     source: str
     reason: str
-    is_vague: bool = False
+    certainty: Certainty = "certain"
 
     def __str__(self) -> str:
         return f"{self.operation} at {self.source} {self.reason}"
@@ -90,15 +94,7 @@ def _undivided(traced: TracedStep, plan: TimePlan, eqn: Equation, sizes: set[int
         reason = f"works on a batch that {plan.microbatches} microbatches do not divide: {listed} examples"
     else:
         reason = f"works on all examples at once (sizes {sorted(sizes)})"
-    return MixedExamples(eqn.primitive.name, _line(plan, eqn), reason, is_vague=not uneven)
-
-
-def _line(plan: TimePlan, eqn: Equation) -> str:
-    """The user's line of an equation; where JAX keeps none inside a function of its own, of the nearest after it, or before."""
-    program = list(plan.assignment.program.walk())
-    place = program.index(eqn)
-    lines = (source_line(e) for e in (*program[place:], *reversed(program[:place])))
-    return next((line for line in lines if line), "an unknown line")
+    return MixedExamples(eqn.primitive.name, plan.line_of(eqn), reason, "certain" if uneven else "vague")
 
 
 def _first_mixing(
@@ -108,13 +104,15 @@ def _first_mixing(
     only_batch = {v for v, leaf in zip(traced.program.invars, traced.inputs, strict=True) if leaf.role == "batch"}
     search = _Search(plan, examples, only_batch)
     found = search.first([eqn for eqn in plan.assignment.program.equations if eqn in among])
-    if found is None and search.waits_in_loop is not None:
-        eqn, where = search.waits_in_loop
-        found = eqn, f"needs a value that is reduced over all examples, {where}"
-    if found is None:
+    if found is not None:
+        eqn, reason = found
+        return MixedExamples(eqn.primitive.name, plan.line_of(eqn), reason)
+    if search.waits_in_loop is None:
         return None
-    eqn, reason = found
-    return MixedExamples(eqn.primitive.name, _line(plan, eqn), reason)
+    eqn, where = search.waits_in_loop
+    reason = f"needs a value that is reduced over all examples, {where}"
+    certainty: Certainty = "finite" if search.may_take_terms else "certain"
+    return MixedExamples(eqn.primitive.name, plan.line_of(eqn), reason, certainty)
 
 
 _IN_LOOP, _WITHIN = "in each iteration of a loop", {"cond": "in a branch"}
@@ -125,13 +123,14 @@ class _Search:
     """Goes through operations, and those of loops, with the values that are reduced over examples and what is made of them.
 
     `waits_in_loop`: the first operation of a loop or a branch that takes such a value and that no single terms of it would do
-    for, and where it is.
+    for, and where it is. `may_take_terms`: whether single terms would do for one of these if its other operands were finite.
     """
 
     def __init__(self, plan: TimePlan, examples: Mapping[Equation, frozenset[str]], only_batch: set[Var]) -> None:
         self.rules, self.examples = plan.assignment.rules, examples
         self.only_batch, self.pending = only_batch, set[Var]()
         self.waits_in_loop: tuple[Equation, str] | None = None
+        self.may_take_terms = False
 
     def first(self, equations: Iterable[Equation], *, within: str = "") -> tuple[Equation, str] | None:
         """(operation, why): the first that mixes examples."""
@@ -181,6 +180,7 @@ class _Search:
         waits = self._waits(eqn)
         if within and waits and not any(waits <= set(group) for group in rule.linear):
             self.waits_in_loop = self.waits_in_loop or (eqn, within)
+            self.may_take_terms |= any(waits <= set(group) for group in linear_if_finite(eqn, rule))
         if waits or (marked and not _holds(rule, marked)):
             self.pending.update(eqn.outvars)
 

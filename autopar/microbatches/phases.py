@@ -19,11 +19,17 @@ It minimises the bytes moved and operations executed, plus a cost for each byte 
 examples stays in the body at any cost, except for a small part of it that mixes examples. The weights are in `tuning.py`. All
 nodes of a loop that the user wrote share a phase. What can go wrong: a step mixes examples, as batch normalisation does. Its
 heavy operations then do not fit into the body, and `MixedExamples` names the operation that mixes them and its line.
+
+Inside of loops and branches nothing can be finished. As a last resort a product there takes terms of a sum though the other
+factor is not known to be finite. Where that is finite, the results are those of the sum, up to rounding. Where it is infinite,
+they may be NaN in place of an infinity (`rules/if_finite.py`). Such a plan is sought if no other has all heavy work in the body,
+and it has as few of these products as can be.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import weakref
 from collections.abc import Mapping, Sequence
@@ -31,20 +37,22 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from autopar.avals import is_opaque, itemsize_of
-from autopar.compat import Literal as JaxLiteral
-from autopar.cost_model.hardware import Cluster
-from autopar.disjoint_sets import DisjointSets
-from autopar.intra_op.choices.catalogue import Catalogue
-from autopar.intra_op.choices.graph import Node, StrategyGraph, Use, build_graph
+from autopar.intra_op.choices.graph import Node, StrategyGraph, Use
 from autopar.intra_op.choices.known_equations import RuleBook
-from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.choices.strategies import ShardingStrategy
 from autopar.intra_op.lowering.assignment import assign
-from autopar.layouts.mesh import Layout, LogicalMesh
+from autopar.layouts.mesh import LogicalMesh
 from autopar.microbatches.estimates import find_estimates
 from autopar.microbatches.examples import find_example_factors
+from autopar.microbatches.graph_over_time import (
+    adds_terms,
+    graph_over_time,
+    spaces_over_time,
+    unconnected,
+    uses_between,
+)
 from autopar.microbatches.mixing import MixedExamples, find_mixing
-from autopar.microbatches.time_plan import Phase, TimePlan
+from autopar.microbatches.time_plan import Phase, TimePlan, needs_finite
 from autopar.microbatches.tuning import TUNING, Tuning
 from autopar.program.opened.statistic import batch_statistic_p
 from autopar.program.program import Equation
@@ -64,24 +72,51 @@ def plan_time(
     late_sums: bool = False,
     known: Mapping[Equation, Phase] | None = None,
     like: TimePlan | None = None,
+    finite: bool = False,
     tuning: Tuning = TUNING,
 ) -> TimePlan | MixedExamples:
-    """The phases of a step, or why it has none.
+    """The phases of a step, or why it has none; see the module on what is sought as a last resort.
 
     Args:
         late_sums: terms are added up only after the loop, each in an accumulator of its own. Pipeline stages need this, because
             they may hold different terms of one sum, such as the gradient of a tied weight.
         known: phases of outermost equations that are not to be searched.
         like: a plan of the same step with the same `late_sums`, taken over if this number can divide what it divides.
+        finite: the last resort is taken at once, as in the plan that `known` is of; so it is if `like` is such a plan.
     """
+    finite = finite or (like is not None and like.is_of_finite)
+    seek = functools.partial(_plan_by_rules, traced, microbatches, late_sums=late_sums, known=known, tuning=tuning)
+    found = seek(like=like, finite=finite)
+    if finite or not (isinstance(found, MixedExamples) and found.certainty == "finite" and not _has_estimates(traced)):
+        return found
+    last = seek(like=None, finite=True)
+    return found if isinstance(last, MixedExamples) else last
+
+
+def _has_estimates(traced: TracedStep) -> bool:
+    """Whether statistics of a microbatch stand for those of the batch: no sum of terms is known to be what is meant then."""
+    return any(eqn.primitive is batch_statistic_p for eqn in traced.program.walk())
+
+
+def _plan_by_rules(
+    traced: TracedStep,
+    microbatches: int,
+    *,
+    late_sums: bool,
+    known: Mapping[Equation, Phase] | None,
+    like: TimePlan | None,
+    finite: bool,
+    tuning: Tuning,
+) -> TimePlan | MixedExamples:
+    """As `plan_time`, under the rules of products of any numbers, or under those of finite ones alone."""
     step = _facts_of(traced)
-    plan = None if like is None else in_another_number(like, microbatches, step.rules, tuning)
+    plan = None if like is None else in_another_number(like, microbatches, step.rules_of(finite), tuning)
     if plan is None:
-        plan = phases_of(traced, microbatches, late_sums=late_sums, known=known, tuning=tuning)
+        plan = phases_of(traced, microbatches, late_sums=late_sums, known=known, finite=finite, tuning=tuning)
     mixed = find_mixing(traced, plan, step.examples, allowed=tuning.little)
-    if microbatches > 1 and (mixed is None or mixed.is_vague):
+    if microbatches > 1 and (mixed is None or mixed.certainty == "vague"):
         loosely = find_mixing(traced, plan, step.loosely, allowed=tuning.few)
-        mixed = loosely if mixed is None or (loosely is not None and not loosely.is_vague) else mixed
+        mixed = loosely if mixed is None or (loosely is not None and loosely.certainty != "vague") else mixed
     return mixed or plan
 
 
@@ -91,17 +126,25 @@ def phases_of(
     *,
     late_sums: bool = False,
     known: Mapping[Equation, Phase] | None = None,
+    finite: bool = False,
     tuning: Tuning = TUNING,
 ) -> TimePlan:
     """The phases of a step, as `plan_time`, even if all of its work is outside of the loop."""
     step = _facts_of(traced)
-    graph = _graph_over_time(traced, microbatches, step.rules, tuning)
+    graph = graph_over_time(traced, microbatches, step.rules_of(finite), tuning)
     problem = _PhaseProblem(
-        graph, microbatches, step.examples, loosely=step.loosely, late_sums=late_sums, known=known or {}, tuning=tuning
+        graph,
+        microbatches,
+        step.examples,
+        loosely=step.loosely,
+        late_sums=late_sums,
+        known=known or {},
+        finite=finite,
+        tuning=tuning,
     )
     found = choose(tie_layers(ChoiceProblem(costs=Costs.of(problem.costs(), problem.edges()), is_proven=False)))
     if not isinstance(found, Chosen) and known:
-        return phases_of(traced, microbatches, late_sums=late_sums, tuning=tuning)
+        return phases_of(traced, microbatches, late_sums=late_sums, finite=finite, tuning=tuning)
     if not isinstance(found, Chosen):
         raise AssertionError("a step can always run whole, before the loop")
     phases = {n.equation: problem.phase(v, found.numbers[v]) for v, n in enumerate(graph.nodes) if n.equation}
@@ -110,6 +153,7 @@ def phases_of(
         microbatches,
         {eqn: phases.get(eqn, "epilogue") for eqn in traced.program.equations},
         assign(graph, [problem.strategy(v, p) for v, p in enumerate(found.numbers)]),
+        finite,
     )
 
 
@@ -131,9 +175,9 @@ def in_another_number(plan: TimePlan, microbatches: int, rules: RuleBook, tuning
         if found is None:
             return None
         strategies[eqn] = found
-    spaces = Catalogue(mesh, _machine(tuning), _OPTIONS, rules).spaces
+    spaces = spaces_over_time(microbatches, rules, tuning)
     assignment = dataclasses.replace(made, mesh=mesh, spaces=spaces, strategies=strategies, seconds=())
-    return TimePlan(microbatches, plan.phases, assignment)
+    return dataclasses.replace(plan, microbatches=microbatches, assignment=assignment)
 
 
 def _divided_among(strategy: ShardingStrategy, rule: FactorRule, before: int, now: int) -> ShardingStrategy | None:
@@ -151,8 +195,16 @@ class _StepFacts:
     examples: Mapping[Equation, frozenset[str]]
     loosely: Mapping[Equation, frozenset[str]]
 
+    @functools.cached_property
+    def of_finite(self) -> RuleBook:
+        """The rules of finite numbers."""
+        return RuleBook(finite=True)
 
-_OPTIONS = PlannerOptions(allow_redundant_compute=True, kinds=frozenset())
+    def rules_of(self, finite: bool) -> RuleBook:
+        """The rules, or those of finite numbers."""
+        return self.of_finite if finite else self.rules
+
+
 _FACTS: weakref.WeakKeyDictionary[TracedStep, _StepFacts] = weakref.WeakKeyDictionary()
 
 
@@ -163,26 +215,6 @@ def _facts_of(traced: TracedStep) -> _StepFacts:
         examples, loosely = (find_example_factors(traced, rules, loosely=loosely) for loosely in (False, True))
         _FACTS[traced] = _StepFacts(rules, examples, loosely)
     return _FACTS[traced]
-
-
-def _graph_over_time(traced: TracedStep, microbatches: int, rules: RuleBook, tuning: Tuning) -> StrategyGraph:
-    """The strategies of the step on a mesh of microbatches, on which every input and output of the step is whole."""
-    mesh = LogicalMesh((microbatches,), ("time",))
-    machine = _machine(tuning)
-    program = traced.program
-    return build_graph(
-        program,
-        mesh,
-        machine,
-        _OPTIONS,
-        input_layouts=[(Layout.replicated(len(v.aval.shape)),) for v in program.invars],
-        output_layouts=[(Layout.replicated(len(v.aval.shape)),) for v in program.outvars],
-        catalogue=Catalogue(mesh, machine, _OPTIONS, rules),
-    )
-
-
-def _machine(tuning: Tuning) -> Cluster:
-    return Cluster.uniform((0.0,), (0.0,), flops_per_s=tuning.flops_per_byte, memory_bytes_per_s=1.0)
 
 
 class _PhaseProblem:
@@ -197,9 +229,10 @@ class _PhaseProblem:
         loosely: Mapping[Equation, frozenset[str]],
         late_sums: bool,
         known: Mapping[Equation, Phase],
+        finite: bool,
         tuning: Tuning,
     ) -> None:
-        self.tuning = tuning
+        self.tuning, self.finite = tuning, finite
         self.graph, self.microbatches, self.late_sums, self._known = graph, microbatches, late_sums, known
         self._on_examples = {eqn for eqn, factors in examples.items() if factors}
         self._loosely = {eqn for eqn, factors in loosely.items() if factors}
@@ -207,7 +240,7 @@ class _PhaseProblem:
         self._extended: dict[tuple[int, ...], np.ndarray] = {}
         self._estimates: dict[tuple[int, ...], np.ndarray] = {}
         self._may_be_estimates = find_estimates(graph.program, graph.program.equations)
-        self._largest_uses = _uses_between(graph)
+        self._largest_uses = uses_between(graph)
 
     def _of_little_work(self) -> set[Equation]:
         """Heavy operations on examples of so little work that one of them may stay outside the body."""
@@ -257,10 +290,11 @@ class _PhaseProblem:
                 penalty = forbidding if node.equation in self._on_examples else forbidding / self.tuning.strictly
                 penalty *= 1.0 if node.equation in self._little else self.tuning.less_for_little
                 inside, whole = inside + penalty * undivided, whole + penalty
+            if self.finite and node.equation is not None:
+                taken = np.array([needs_finite(node.equation, s) for s in node.choices.strategies])
+                inside = inside + self.tuning.if_finite * forbidding / len(self.graph.nodes) * taken
             if self.late_sums and node.equation is not None and node.loop is None:
-                inside = inside + forbidding * np.array(
-                    [_adds_terms(node.equation, s) for s in node.choices.strategies]
-                )
+                inside = inside + forbidding * np.array([adds_terms(node.equation, s) for s in node.choices.strategies])
             before = whole + self.tuning.prologue_bytes
             if node.equation is not None and entry_for(node.equation).once:
                 inside = inside + np.inf
@@ -278,7 +312,7 @@ class _PhaseProblem:
     def edges(self) -> dict[tuple[int, int], np.ndarray]:
         """Bytes per pair of choices; infinite where the first cannot feed the second."""
         edges = {pair: self._between(pair, self._with_estimates(pair, base)) for pair, base in self.graph.edges.items()}
-        for pair in _unconnected(self.graph):
+        for pair in unconnected(self.graph):
             u, v = pair
             edges[pair] = self._inside_a_loop(np.zeros((self._count(u), self._count(v))))
         return edges
@@ -348,41 +382,3 @@ class _PhaseProblem:
         joined = (2.0 + self.tuning.resident) * size
         combined = (3.0 * self.microbatches + self.tuning.resident) * size
         return np.array([joined if s.outputs[use.source.output].sharded_axes else combined for s in strategies])
-
-
-def _adds_terms(eqn: Equation, strategy: ShardingStrategy) -> bool:
-    """Whether an equation joins several values that are all partial over time."""
-    partial = [
-        bool(layout.partial)
-        for atom, layout in zip(eqn.invars, strategy.inputs, strict=True)
-        if not isinstance(atom, JaxLiteral)
-    ]
-    return len(partial) > 1 and all(partial)
-
-
-def _uses_between(graph: StrategyGraph) -> dict[tuple[int, int], Use]:
-    """For each pair of connected nodes the largest value that passes."""
-    found: dict[tuple[int, int], Use] = {}
-    for use in graph.uses:
-        u, v = use.source.node, use.target
-        pair = (u, v) if u < v else (v, u)
-        held = found.get(pair)
-        if held is None or np.prod(use.aval.shape) > np.prod(held.aval.shape):
-            found[pair] = use
-    return found
-
-
-def _unconnected(graph: StrategyGraph) -> list[tuple[int, int]]:
-    """Pairs of nodes that link the parts of each loop that no value links, so that they share a phase."""
-    parts = DisjointSets(range(len(graph.nodes)))
-    for u, v in graph.edges:
-        if graph.nodes[u].loop is not None and graph.nodes[u].loop is graph.nodes[v].loop:
-            parts.join((u, v))
-    pairs, first = [], dict[Equation, int]()
-    for number, node in enumerate(graph.nodes):
-        if node.loop is not None:
-            anchor = first.setdefault(node.loop, number)
-            if parts.find(anchor) != parts.find(number):
-                pairs.append((anchor, number))
-                parts.join((anchor, number))
-    return pairs

@@ -36,6 +36,10 @@ class Tuning:
     strictly: float = 8.0
     """Heavy work outside the loop is penalised this many times more if its indices are examples than if they are rearranged
     examples. Where one of two operations has to leave the loop, it is then the one on rearranged examples."""
+    if_finite: float = 0.06
+    """Each product that takes terms of a sum because its other factor is assumed to be finite costs such a part of what heavy
+    work outside the loop does, divided by the operations of the step: all of them together cost less than that work, and each
+    more than bytes do. There are then few of them."""
 
 
 TUNING = Tuning()

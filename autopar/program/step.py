@@ -65,7 +65,11 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class TracedStep:
-    """See the module's text. `constants` are the values of the program's last inputs, leaves of role const."""
+    """See the module's text.
+
+    `constants` are the values of the program's last inputs, leaves of role const. `assumed_finite`: what the loop over its
+    microbatches takes for finite, see `Plan`.
+    """
 
     program: Program
     constants: tuple[jax.typing.ArrayLike, ...]
@@ -76,6 +80,7 @@ class TracedStep:
     state_of_output: tuple[int | None, ...]
     fingerprint: Fingerprint
     microbatches: int = 1
+    assumed_finite: tuple[str, ...] = ()
 
     @functools.cached_property
     def outline(self) -> Fingerprint:

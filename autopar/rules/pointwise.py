@@ -61,7 +61,7 @@ def product(eqn: JaxprEqn) -> FactorRule:
     """a b, a b -> a b | linear: 0; 1, each where the other operand is known to be finite.
 
     Terms of a sum times infinity are infinities of both signs, or NaN where a term is zero. Their sum is NaN, and that of the
-    numbers times infinity is not. Integers wrap in every term as in the sum.
+    numbers times infinity is not. Integers wrap in every term as in the sum. `if_finite.py` says what holds of finite numbers.
     """
     return _pointwise(eqn, *((i,) for i in (0, 1) if _is_modular(eqn) or _magnitude(eqn.invars[1 - i]) < np.inf))
 

@@ -13,6 +13,7 @@ from autopar.rules.factor_rule import FactorRule
 from autopar.rules.flops import Flops, of_elements
 
 Rule = Callable[[JaxprEqn], FactorRule]
+Groups = Callable[[JaxprEqn], Sequence[tuple[int, ...]]]
 Scratch = Callable[[JaxprEqn, Sequence[Sequence[int]]], int]
 
 
@@ -58,6 +59,7 @@ class PrimitiveRule:
     between: Callable[[JaxprEqn], float] | None = None
     holes: Callable[[JaxprEqn], float] | None = None
     masks: Callable[[JaxprEqn], float] | None = None
+    if_finite: Groups | None = dataclasses.field(default=None, compare=False)  # left out of digests of users' rules
 
     @property
     def heavy(self) -> bool:

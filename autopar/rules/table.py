@@ -16,6 +16,7 @@ Nothing else in autopar knows a primitive by name, except control flow, whose su
     holes         how many times as many operations it takes where zeros between rows are multiplied too; None: there are none
     masks         as many where rows of other groups are masked and multiplied too, as all compilers but those for TPUs do
     once          it calls Python, which one device does for all, and no microbatch by itself
+    if_finite     the function to the operands in which it is linear if the others are finite, beside those in its rule
     permutation   the function from an equation to the order in which it puts its operand's dimensions
 
 Those of equinox are here too, of which diffrax's loops are made: nonbatchable, nondifferentiable_backward, nontraceable,
@@ -25,6 +26,7 @@ warning; `unlisted/register.py` adds one.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import types
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,6 +41,7 @@ from autopar.rules import (
     by_shape,
     cuts,
     flops,
+    if_finite,
     indexing,
     matrices,
     on_shard,
@@ -103,6 +106,7 @@ RULES: Mapping[str, Row] = types.MappingProxyType(
             local=windows.conv_local,
             flops=flops.of_conv,
             holes=flops.holes_of_conv,
+            if_finite=if_finite.contracted,
             divided=windows.conv_divided,
         ),
         "convert_element_type": Row(rule=pointwise.convert, work=Work.POINTWISE),
@@ -117,8 +121,10 @@ RULES: Mapping[str, Row] = types.MappingProxyType(
         "cumsum": Row(rule=reductions.cumulative_sum),
         "device_put": Row(rule=pointwise.copy, work=Work.FREE, local=on_shard.identity),
         "digamma": Row(rule=pointwise.nonlinear, work=Work.POINTWISE),
-        "div": Row(rule=pointwise.quotient, work=Work.POINTWISE),
-        "dot_general": Row(rule=matrices.dot_general, work=Work.CONTRACTION, flops=flops.of_product),
+        "div": Row(rule=pointwise.quotient, work=Work.POINTWISE, if_finite=if_finite.numerator),
+        "dot_general": Row(
+            rule=matrices.dot_general, work=Work.CONTRACTION, flops=flops.of_product, if_finite=if_finite.contracted
+        ),
         "dynamic_slice": Row(rule=indexing.dynamic_slice, work=Work.MOVE, local=on_shard.dynamic_slice, picks=True),
         "dynamic_update_slice": Row(rule=indexing.dynamic_update_slice, local=on_shard.dynamic_update_slice),
         "eig": _FACTORIZATION,
@@ -166,7 +172,7 @@ RULES: Mapping[str, Row] = types.MappingProxyType(
         "lu_pivots_to_permutation": Row(rule=matrices.of_vectors),
         "max": Row(rule=pointwise.nonlinear, work=Work.POINTWISE),
         "min": Row(rule=pointwise.nonlinear, work=Work.POINTWISE),
-        "mul": Row(rule=pointwise.product, work=Work.POINTWISE),
+        "mul": Row(rule=pointwise.product, work=Work.POINTWISE, if_finite=if_finite.factors),
         "mulhi": Row(rule=pointwise.nonlinear, work=Work.POINTWISE, local=on_shard.high_halves),
         "name": Row(rule=pointwise.copy, work=Work.FREE),
         "ne": Row(rule=pointwise.nonlinear, work=Work.POINTWISE),
@@ -199,6 +205,7 @@ RULES: Mapping[str, Row] = types.MappingProxyType(
             flops=flops.of_ragged_dot,
             masks=flops.groups_of_ragged_dot,
             scratch=matrices.ragged_dot_scratch,
+            if_finite=if_finite.contracted,
         ),
         "random_bits": Row(rule=pointwise.random_bits, work=Work.RANDOM, local=on_shard.random_bits),
         "random_clone": Row(rule=by_shape.everything_whole),
@@ -272,7 +279,12 @@ RULES: Mapping[str, Row] = types.MappingProxyType(
         "tile": Row(rule=reshaping.tile, work=Work.FREE, local=on_shard.tile),
         "top_k": Row(rule=reductions.top_k, flops=flops.of_sort),
         "transpose": Row(rule=reshaping.transpose, work=Work.MOVE, permutation=reshaping.permutation_of),
-        "triangular_solve": Row(rule=matrices.triangular_solve, local=matrices.one_by_one, flops=flops.of_substitution),
+        "triangular_solve": Row(
+            rule=matrices.triangular_solve,
+            local=matrices.one_by_one,
+            flops=flops.of_substitution,
+            if_finite=if_finite.right_sides,
+        ),
         "tridiagonal": _FACTORIZATION,
         "tridiagonal_solve": Row(rule=matrices.of_vectors),
         "unstack": Row(rule=reshaping.unstack, work=Work.MOVE),
@@ -327,13 +339,23 @@ def has_rule(eqn: JaxprEqn) -> bool:
     return entry is not _FALLBACK and entry is not _PYTHON
 
 
-def rule_for(eqn: JaxprEqn) -> FactorRule:
-    """The factor rule of an equation, checked against its shapes. Raises RuleError with the primitive and the user's line."""
+def rule_for(eqn: JaxprEqn, *, finite: bool = False) -> FactorRule:
+    """The factor rule of an equation, checked against its shapes. Raises RuleError with the primitive and the user's line.
+
+    `finite`: it is also linear in what it is linear in if the other operands are finite.
+    """
     shapes = ([by_shape.shape_of(v) for v in side] for side in (eqn.invars, eqn.outvars))
     try:
-        return entry_for(eqn).rule(eqn).check(*shapes)
+        rule = entry_for(eqn).rule(eqn).check(*shapes)
     except RuleError as error:
         raise RuleError(f"primitive {describe_use(eqn)}: {error}") from None
+    return dataclasses.replace(rule, linear=(*rule.linear, *linear_if_finite(eqn, rule))) if finite else rule
+
+
+def linear_if_finite(eqn: JaxprEqn, rule: FactorRule) -> tuple[tuple[int, ...], ...]:
+    """The operands in which an equation is linear only if the others are finite; `rule`: its own, which has the rest."""
+    groups = entry_for(eqn).if_finite
+    return () if groups is None else tuple(group for group in groups(eqn) if group not in rule.linear)
 
 
 def run_on_shard(call: on_shard.LocalCall) -> Sequence[jax.Array]:

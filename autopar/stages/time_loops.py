@@ -29,7 +29,7 @@ def make_divided_loop(split: SplitStep, num_microbatches: int) -> TimeLoop:
     if split.step is split.whole:
         return whole
     known = {eqn: whole.plan.phases[origin] for eqn, origin in split.origins.items()}
-    return make_time_loop(split.step, num_microbatches, known=known)
+    return make_time_loop(split.step, num_microbatches, known=known, finite=whole.plan.is_of_finite)
 
 
 def make_loops(split: SplitStep, usual: int) -> Callable[[int], TimeLoop]:
@@ -50,9 +50,10 @@ def make_time_loop(
     *,
     known: Mapping[Equation, Phase] | None = None,
     like: TimePlan | None = None,
+    finite: bool = False,
 ) -> TimeLoop:
     """The step as prologue, body and epilogue. Raises ArgumentError, UnsupportedProgramError."""
-    plan = plan_phases(traced, num_microbatches, late_sums=True, known=known, like=like)
+    plan = plan_phases(traced, num_microbatches, late_sums=True, known=known, like=like, finite=finite)
     if isinstance(plan, MixedExamples):
         raise not_cut(plan, num_microbatches)
     for eqn in plan.of_phase("prologue"):

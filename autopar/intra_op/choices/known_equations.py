@@ -20,10 +20,10 @@ from autopar.rules.table import entry_for, flops_of, rule_for
 
 
 class RuleBook:
-    """Rules, work and traffic of equations."""
+    """Rules, work and traffic of equations. `finite`: rules of products are those of finite numbers."""
 
-    def __init__(self, tuning: Tuning = TUNING) -> None:
-        self.tuning = tuning
+    def __init__(self, tuning: Tuning = TUNING, *, finite: bool = False) -> None:
+        self.tuning, self.finite = tuning, finite
         self._first: dict[Equation, Equation] = {}
         self._alike: dict[Hashable, Equation] = {}
         self._rules: dict[Equation, FactorRule] = {}
@@ -36,7 +36,7 @@ class RuleBook:
         """`rule_for` of an equation."""
         first = self._first_alike(eqn)
         if first not in self._rules:
-            self._rules[first] = rule_for(first)
+            self._rules[first] = rule_for(first, finite=self.finite)
         return self._rules[first]
 
     def flops(self, eqn: Equation) -> float:
