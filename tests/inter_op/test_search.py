@@ -322,8 +322,7 @@ def test_across_nodes_the_chosen_timetable_is_near_the_best_by_hand_and_says_wha
     assert isinstance(plan, PipelinePlan)
     assert plan.step_s <= 1.05 * min(one.step_s for one in by_hand), "stages by the sum of their layers"
     assert {one.num_microbatches for one in plan.compared} >= {1, 2, 4, 8}
-    schedules = {one.schedule for one in plan.compared if one.schedule}  # one mesh has none
-    assert schedules == {s for s in TRAINING if NAMED_SCHEDULES[s].is_compared}
+    assert {one.schedule for one in plan.compared} - {""} == {s for s in TRAINING if NAMED_SCHEDULES[s].is_compared}
 
 
 def test_transfers_take_what_the_cluster_says_of_meshes_of_their_size():
