@@ -85,6 +85,10 @@ class CostsByKind:
             is_new |= one.plan_others(count, [stage for stage in stages if kind_of(stage.submesh) == kind])
         return is_new
 
+    def plan_all_others(self) -> bool:
+        """In another number of microbatches, plan the layers that do not repeat wherever the one that does is; whether there is one."""
+        return any(one.plan_all_others() for one in self._costs.values())
+
     def start_with(self, count: int) -> bool:
         """Plan layers in this number of microbatches at first instead, if the step can be cut into it; whether it can."""
         starts = [one.start_with(count) for one in self._costs.values()]

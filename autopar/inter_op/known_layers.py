@@ -69,9 +69,9 @@ class KnownLayers:
     def figures(self, count: int, layer: int, devices: int) -> LayerFigures | None:
         """What a layer costs on these devices in this number of microbatches, planned or estimated; None if there is no plan.
 
-        If other numbers of microbatches are planned, whose examples the devices divide as well, it is carried over from them.
-        If none is, a layer is taken to scale as the one that repeats, if that is planned. If it is not, work, state and all else
-        of a smaller submesh are divided evenly among more devices, but for the time in which it waits for communication: what
+        A layer is taken to scale as the one that repeats, if that is planned. If it is not, and other numbers of microbatches are
+        planned, whose examples the devices divide as well, it is carried over from them. If none is, work, state and all else of
+        a smaller submesh are divided evenly among more devices, but for the time in which it waits for communication: what
         devices send each other in a larger submesh is seldom less, and its links are no better.
         """
         key = (count, self._kind(layer), devices)
@@ -95,13 +95,13 @@ class KnownLayers:
         planned = {m: figures for m, figures in known.items() if figures is not None}
         if known and not planned:
             return None
+        if scaled := self._as_common_scales(count, layer, devices):
+            return scaled
         ways = self.ways(count, devices)
         carried = {m: figures for m, figures in planned.items() if self.ways(m, devices) >= ways}
         if carried:
             alike = self._divided_alike(carried, devices, nearest=nearest_of(carried, count))
             return carry_over(alike, count, share=self._share(layer))
-        if scaled := self._as_common_scales(count, layer, devices):
-            return scaled
         if planned:
             return self._at_best(layer, devices, planned, count)
         smaller = {size for m in self.sizes for size in self.sizes_of(m, layer) if size < devices}

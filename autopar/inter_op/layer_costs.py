@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -138,9 +139,15 @@ class LayerCosts:
 
     def plan_others(self, count: int, stages: Sequence[ChosenStage]) -> bool:
         """From now on, plan the layers of stages that do not repeat on the devices of these; whether there are new ones."""
-        places = [
-            (layer, size_of(stage.submesh)) for stage in stages for layer in range(stage.first_layer, stage.end_layer)
-        ]
+        layers = [(layer, stage) for stage in stages for layer in range(stage.first_layer, stage.end_layer)]
+        return self._add_others(count, [(layer, size_of(stage.submesh)) for layer, stage in layers])
+
+    def plan_all_others(self) -> bool:
+        """In another number of microbatches, plan the layers that do not repeat wherever the one that does is; whether there is one."""
+        layers, sizes = range(len(self._places) + 1), self._known.sizes
+        return any(self._add_others(count, itertools.product(layers, sizes[count])) for count in sorted(self.counts))
+
+    def _add_others(self, count: int, places: Iterable[tuple[int, int]]) -> bool:
         if count not in self.counts or not self._known.add_others(count, places):
             return False
         self._tables.clear()

@@ -162,6 +162,7 @@ class _StageSearch:
         is_new = self._plan_leanest()
         if not is_new and not self.budget.is_over:
             is_new = self.costs.plan_more(self._first.microbatches, self.rules.options)
+        is_new = is_new or self.costs.plan_all_others()  # where they seem too large, they need not be
         if is_new:
             self.stages.outdate()
         return is_new

@@ -56,7 +56,7 @@ def test_the_choice_is_as_fast_as_if_all_layers_were_planned_everywhere(monkeypa
 
 
 def test_they_never_seem_too_large_where_they_fit(monkeypatch):
-    """Bytes are the least that there may be: what seems too large is not chosen, and so not planned."""
+    """What seems too large is not chosen, and so not planned. Where nothing fits, all are planned."""
     need = max(stage.peak_bytes for stage in search(64, 4096).choice.stages)
     for part in (0.9, 0.7, 0.55):
         limit = int(part * need)
@@ -92,11 +92,14 @@ class Layers:
         if layer == self.common and devices > 1 and not self.fits:
             return None
         part = 0.75 if layer == self.common else 0.5
-        times = self.times * part ** math.log2(devices)
-        return dataclasses.replace(self.small.slower(times), once_s=2.0 / devices)
+        times = part ** math.log2(devices)
+        figures = dataclasses.replace(
+            self.small.slower(self.times * times), once_s=2.0 / devices, kept_bytes=100.0 * times
+        )
+        return figures if layer == self.common else dataclasses.replace(figures, residual_bytes=8.0 / devices)
 
 
-def test_a_layer_takes_as_many_times_longer_as_the_one_that_repeats_and_the_least_bytes():
+def test_a_layer_takes_as_many_times_longer_as_the_one_that_repeats_and_keeps_as_many_times_more():
     layers = Layers()
     known = KnownLayers(examples=64)
     known.begin(4, layers, {1, 2}, others_on=1)
@@ -104,12 +107,13 @@ def test_a_layer_takes_as_many_times_longer_as_the_one_that_repeats_and_the_leas
     found = known.figures(4, 0, 2)
     assert (0, 2) not in layers.asked
     assert (found.forward_s, found.backward_s, found.once_s) == (3.0, 6.0, 1.0)
-    assert (found.kept_bytes, found.passing_bytes) == (50.0, 5.0)
+    assert (found.kept_bytes, found.passing_bytes) == (75.0, 10.0)
+    assert found.residual_bytes == 4.0, "the one that repeats has none, so they are divided evenly"
     assert known.add_others(4, [(0, 2), (1, 2)])
     assert known.figures(4, 0, 2).forward_s == 2.0, "it is planned now"
     assert not known.add_others(4, [(0, 2), (1, 2)])
     known.begin(4, layers, {1, 2}, others_on=2)
-    assert known.figures(4, 0, 1).kept_bytes == 100.0, "on fewer devices there may be no more"
+    assert known.figures(4, 0, 1).residual_bytes == 4.0, "on fewer devices there may be no more"
 
 
 def test_in_another_number_of_microbatches_it_scales_from_the_nearest_place():

@@ -48,19 +48,19 @@ class LayerFigures:
         return self.with_seconds(times * self.forward_s, times * self.backward_s)
 
     def scaled(self, before: LayerFigures, after: LayerFigures, *, divided: float) -> LayerFigures:
-        """The same elsewhere: seconds as many times longer as those of another layer, `after` and `before`, and the least bytes.
+        """The same elsewhere: seconds and bytes as many times more as those of another layer, which became `after` of `before`.
 
-        `divided`: what bytes are multiplied by if they are divided evenly there. More than there were are never assumed: what is
-        taken for too large is not chosen, and so not planned.
+        `divided`: what bytes are multiplied by if they are divided evenly there. Bytes that the other layer has none of are, and
+        are never more than they were: what is taken for too large is not chosen, and so not planned.
         """
         old_s, new_s = (one.forward_s + one.backward_s for one in (before, after))
         times, times_once = new_s / old_s if old_s else 1.0, after.once_s / before.once_s if before.once_s else 1.0
-        least = {
-            field.name: min(1.0, divided) * getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if field.name.endswith("_bytes")
-        }
-        return dataclasses.replace(self.slower(times), once_s=times_once * self.once_s, **least)
+        sizes = {}
+        for field in dataclasses.fields(self):
+            if field.name.endswith("_bytes"):
+                mine, old, new = (getattr(one, field.name) for one in (self, before, after))
+                sizes[field.name] = mine * (new / old if old else min(1.0, divided))
+        return dataclasses.replace(self.slower(times), once_s=times_once * self.once_s, **sizes)
 
 
 def nearest_of(planned: Mapping[int, LayerFigures], count: int) -> int:
