@@ -86,7 +86,7 @@ class CostsByKind:
         return is_new
 
     def plan_all_others(self) -> bool:
-        """In another number of microbatches, plan the layers that do not repeat wherever the one that does is; whether there is one."""
+        """In one more number of microbatches, plan all layers wherever the one that repeats is planned; whether there is one."""
         return any(one.plan_all_others() for one in self._costs.values())
 
     def start_with(self, count: int) -> bool:

@@ -143,7 +143,7 @@ class LayerCosts:
         return self._add_others(count, [(layer, size_of(stage.submesh)) for layer, stage in layers])
 
     def plan_all_others(self) -> bool:
-        """In another number of microbatches, plan the layers that do not repeat wherever the one that does is; whether there is one."""
+        """In one more number of microbatches, plan all layers wherever the one that repeats is planned; whether there is one."""
         layers, sizes = range(len(self._places) + 1), self._known.sizes
         return any(self._add_others(count, itertools.product(layers, sizes[count])) for count in sorted(self.counts))
 
