@@ -87,6 +87,10 @@ class Layers:
     def useful_devices(self, layer, devices):
         return devices
 
+    def waiting(self, layer, devices):
+        self.asked.append((layer, devices))
+        return 0.0
+
     def figures(self, layer, devices):
         self.asked.append((layer, devices))
         if layer == self.common and devices > 1 and not self.fits:
@@ -112,6 +116,10 @@ def test_a_layer_takes_as_many_times_longer_as_the_one_that_repeats_and_keeps_as
     assert known.add_others(4, [(0, 2), (1, 2)])
     assert known.figures(4, 0, 2).forward_s == 2.0, "it is planned now"
     assert not known.add_others(4, [(0, 2), (1, 2)])
+    known.begin(4, layers, {1, 2}, others_on=1)
+    layers.asked.clear()
+    assert known.figures(4, 0, 4).forward_s == 1.0, "on four nobody is planned"
+    assert not [one for one in layers.asked if one[0] == 0 and one[1] > 1]
     known.begin(4, layers, {1, 2}, others_on=2)
     assert known.figures(4, 0, 1).residual_bytes == 4.0, "on fewer devices there may be no more"
 
@@ -128,7 +136,6 @@ def test_in_another_number_of_microbatches_it_scales_from_the_nearest_place():
 def test_where_the_layer_that_repeats_does_not_fit_others_are_divided_evenly():
     known = KnownLayers(examples=64)
     layers = Layers(fits=False)
-    layers.waiting = lambda layer, devices: 0.0
     known.begin(4, layers, {1, 2}, others_on=1)
     assert known.figures(4, 0, 2).forward_s == 2.0
     assert known.figures(4, 1, 2) is None

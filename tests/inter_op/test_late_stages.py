@@ -344,3 +344,34 @@ def test_what_carries_over_from_another_number_of_microbatches_counts_as_a_littl
     assert stages.hoped_s(Timetable(2, "1f1b"), alike) == 1.0
     assert stages.hoped_s(Timetable(4, "1f1b"), alike) == 1 + TUNING.worth
     assert stages.hoped_s(Timetable(2, "1f1b"), unlike) == TUNING.hoped
+
+
+@pytest.mark.parametrize(("two_s", "taken"), [(1.0, 4), (0.98, 2)])
+def test_so_they_are_when_the_best_of_what_is_planned_is_chosen(monkeypatch, two_s, taken):
+    """Four microbatches are planned, and take a second; what is known of two carries over from these."""
+
+    @dataclasses.dataclass
+    class Best:
+        way: Timetable
+        others: tuple[Timetable, ...] = ()
+
+    class InFour:
+        impossible, counts = frozenset(), frozenset({2, 4})
+
+        def is_planned(self, count, submesh, *, carried=True):
+            return carried or count == 4
+
+    class Solved(BestStages):
+        def solve_planned(self, way, below_s, budget, *, submeshes=None):
+            return chosen(two_s - 0.01 if way.microbatches == 2 else 1.0, [(1, 1)] * 2)
+
+    rules = rules_on(((1, 1), (1, 2)), (1, 2))
+    stages = Solved(
+        InFour(), [Timetable(4, "1f1b"), Timetable(2, "1f1b")], rules, processes=1, budget=Budget(), tuning=TUNING
+    )
+    search = _StageSearch(
+        costs=InFour(), stages=stages, rules=rules, beat_s=math.inf, budget=Budget(seconds=0), tuning=TUNING
+    )
+    monkeypatch.setattr(_StageSearch, "_describe", lambda search, best, known: Best(best))
+    monkeypatch.setattr(_StageSearch, "_found", lambda search, way, choice: way)
+    assert search._end({}).way.microbatches == taken

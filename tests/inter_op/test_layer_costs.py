@@ -40,6 +40,8 @@ def test_figures_carry_over_to_numbers_of_microbatches_that_divide_their_example
     costs._known = KnownLayers(examples=1024, sizes={512: {32}})
     assert costs.is_planned(512, (4, 8))
     assert costs.is_planned(1024, (4, 8))
+    assert costs.is_planned(512, (4, 8), carried=False)
+    assert not costs.is_planned(1024, (4, 8), carried=False)
     assert not costs.is_planned(256, (4, 8))
     assert not costs.is_planned(512, (8, 8))
 
