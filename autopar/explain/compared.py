@@ -84,8 +84,8 @@ def _finite_text(plan: Plan | PipelinePlan) -> Iterator[str]:
         others = len(products) - _LISTED
         listed = ", ".join(products[:_LISTED]) + (f", and {others} more" if others > 0 else "")
         yield (
-            "sums over microbatches are taken behind products with factors that are assumed to be finite, and with divisors that "
-            f"are no zeros: {listed}; where they are not, results may be NaN in place of an infinity"
+            "each microbatch does its part of these products, which is right where the other factor is finite, and a divisor no "
+            f"zero: {listed}; elsewhere results may be NaN in place of an infinity"
         )
 
 
