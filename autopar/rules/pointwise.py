@@ -97,14 +97,12 @@ def _keeps_sums(old: np.dtype[np.generic], new: np.dtype[np.generic]) -> bool:
     """Whether conversion commutes with addition.
 
     Terms of inexact numbers are rounded, or overflow, unless the new type has at least the mantissa and the exponents of the old
-    one. Sums of n-bit integers wrap modulo 2^n: fewer bits of them are the sum of fewer bits, more bits or a float are not.
+    one. Of complex numbers that become real the real parts are the same sum. Sums of n-bit integers wrap modulo 2^n: fewer bits
+    of them are the sum of fewer bits, more bits or a float are not.
     """
     if jnp.issubdtype(old, jnp.inexact) and jnp.issubdtype(new, jnp.inexact):
-        real = jnp.issubdtype(old, jnp.floating) or jnp.issubdtype(new, jnp.complexfloating)
         narrow, wide = jnp.finfo(old), jnp.finfo(new)
-        return bool(
-            real and narrow.nmant <= wide.nmant and narrow.minexp >= wide.minexp and narrow.maxexp <= wide.maxexp
-        )
+        return bool(narrow.nmant <= wide.nmant and narrow.minexp >= wide.minexp and narrow.maxexp <= wide.maxexp)
     is_modular = jnp.issubdtype(old, jnp.integer) and jnp.issubdtype(new, jnp.integer)
     return bool(is_modular and jnp.iinfo(old).bits >= jnp.iinfo(new).bits)
 

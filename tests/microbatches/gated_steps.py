@@ -94,6 +94,19 @@ def ragged(w):
     return lax.ragged_dot(w, jnp.stack([jnp.exp(w), jnp.sin(w)]), jnp.asarray([3, 5], jnp.int32))
 
 
+def turned(weights, batch):
+    """Layers of complex numbers, each of which may be skipped; their angles are weights."""
+
+    def layer(w, x):
+        return x + (x @ w["w"]) * jnp.exp(1j * w["g"]) + 0.1 * jnp.conj(x)
+
+    def through(x, w):
+        return lax.cond(w["g"][0] > -0.2, layer, lambda w, x: x, w, x), None
+
+    x = lax.scan(through, lax.complex(batch["x"], 0.5 * batch["y"]), weights)[0]
+    return jnp.mean((x.real - batch["y"]) ** 2) + jnp.mean(x.imag**2)
+
+
 def ensemble(weights, batch):
     def one(weights):
         return lax.scan(lambda x, w: (gated(x, w), None), batch["x"], weights)[0]
@@ -112,6 +125,7 @@ LOSSES = {
     "a convolved weight": in_a_branch(smoothed),
     "a system of equations": in_a_branch(solved),
     "a ragged product": in_a_branch(ragged),
+    "complex numbers": turned,
 }
 
 

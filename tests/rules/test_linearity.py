@@ -28,7 +28,10 @@ from tests.rules.examples import EXAMPLES, Example
 
 DTYPES = ("float32", "int8")
 MORE_DTYPES = ("float16", "bfloat16", "int32", "uint8", "complex64")
-NOT_COMPLEX = {"select_and_scatter_add": "compares, which JAX finds out when it compiles"}
+NOT_COMPLEX = {
+    "random_gamma": "has real parameters, to which JAX casts them with a warning",
+    "select_and_scatter_add": "compares, which JAX finds out when it compiles",
+}
 KINDS = ("moderate", "special", "large")
 TERMS = 3
 
