@@ -218,7 +218,9 @@ class BestStages:
     def explain(self) -> OutOfMemoryError | ArgumentError:
         """The error of a way that does not fit the memory if there is one, with what its tightest stage needs."""
         errors = {way: one.error for way, one in self.outcomes.items() if isinstance(one, Unsolved)}
-        explained = self.solve(max(self.ways, key=lambda way: isinstance(errors[way], OutOfMemoryError)), explain=True)
+        explained = self.solve(
+            max(self.ways, key=lambda way: isinstance(errors.get(way), OutOfMemoryError)), explain=True
+        )
         assert isinstance(explained, Unsolved)
         return explained.error
 

@@ -98,3 +98,13 @@ def test_what_is_only_estimated_need_promise_less_while_there_is_time():
     budget.elapsed_s = 2.0
     assert stages.handicap(WAYS[3], 1.0) == 1 + TUNING.worth
     assert TUNING.worth_early < TUNING.worth
+
+
+def test_what_does_not_fit_is_explained_beside_ways_that_were_given_up(monkeypatch):
+    costs = types.SimpleNamespace(impossible=set())
+    rules = types.SimpleNamespace(options=(), shares=(), num_stages=None)
+    stages = BestStages(costs, WAYS[:2], rules, processes=1, budget=Budget(), tuning=TUNING)
+    too_large = Unsolved(OutOfMemoryError("too large"))
+    stages.outcomes = {WAYS[0]: SlowerStages(1.0), WAYS[1]: too_large}
+    monkeypatch.setattr(BestStages, "solve", lambda stages, way, **options: stages.outcomes[way])
+    assert stages.explain() is too_large.error
