@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 
-from autopar.inter_op.dynamic_program.recursion import TIE, Family, Stages
+from autopar.inter_op.dynamic_program.families import Family
+from autopar.inter_op.dynamic_program.recursion import TIE, Stages
 from autopar.solver.budget import Budget
 
 

@@ -43,6 +43,7 @@ waits longer or shorter than among its like; the caller times the schedule.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 
@@ -56,8 +57,9 @@ from autopar.inter_op.dynamic_program.describe_choice import (
     explain_nothing_left,
     explain_out_of_memory,
 )
+from autopar.inter_op.dynamic_program.families import Family, families_of
 from autopar.inter_op.dynamic_program.problem import Manual, SlowerStages, StageChoice, StageProblem
-from autopar.inter_op.dynamic_program.recursion import TIE, Family, Stages, exact, families_of, quick, stages_of
+from autopar.inter_op.dynamic_program.recursion import TIE, Limited, Stages, exact, quick, stages_of
 from autopar.inter_op.dynamic_program.submeshes import Submesh, kind_of, place, place_in_parts, submeshes, tiles
 from autopar.schedules.schedules import SCHEDULES, interleaves
 from autopar.solver.budget import Budget
@@ -155,20 +157,27 @@ def _known_submeshes(problem: StageProblem) -> tuple[Submesh, ...]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Table:
-    """t and u (group of `Family.alike`, k, j, r - 1), infinite where nothing fits; without r, the least of each at any place."""
+    """t and u (group of `Family.alike`, k, j, r - 1), infinite where nothing fits, and a t + c."""
 
     stage_s: np.ndarray
     period_s: np.ndarray
+    cost_s: np.ndarray
 
     @classmethod
     def of(cls, family: Family, in_flight: Sequence[float]) -> _Table:
         """With so many microbatches in flight at each place."""
-        stage_s = family.least_s(in_flight)
-        return cls(stage_s, family.merged.periods(stage_s, family.merged.transfer_s[..., None], in_flight))
+        stage_s, sent_s = family.least_s(in_flight), family.merged.transfer_s[..., None]
+        return cls(stage_s, family.merged.periods(stage_s, sent_s, in_flight), family.fill * stage_s + sent_s)
 
-    def at_any_place(self) -> _Table:
-        """The least of all places."""
-        return _Table(self.stage_s.min(axis=3), self.period_s.min(axis=3))
+    @functools.cached_property
+    def least_stage_s(self) -> np.ndarray:
+        """The least t at any place."""
+        return self.stage_s.min(axis=3)
+
+    @functools.cached_property
+    def least_period_s(self) -> np.ndarray:
+        """The least u at any place."""
+        return self.period_s.min(axis=3)
 
 
 class _FamilySearch:
@@ -177,29 +186,36 @@ class _FamilySearch:
     def __init__(self, family: Family, best: BestChoice) -> None:
         self.family, self.best = family, best
         self.table = _Table.of(family, family.least_in_flight())
-        self.quick = self.table.at_any_place()
         self.once = family.merged.problem.costs.once_s * family.chunks
-        self.transfer = family.merged.transfer_s
+        self.least_cost_s = family.fill * self.table.least_stage_s + family.merged.transfer_s
+        self.devices = family.merged.devices
         self.slowest = np.array(family.slowest)
         self.known: dict[int, list[tuple[float, float]]] = {count: [] for count in family.counts}
         """By S: limits of u, and F under them with the microbatches in flight of that S."""
         self.tried: list[tuple[float, np.ndarray]] = []
         """Limits of u, and for each S a bound on F under them."""
-        self.least_once = quick(np.where(np.isfinite(self.quick.stage_s), self.once, np.inf), family.merged, np.maximum)
+        once_s = np.where(np.isfinite(self.table.least_stage_s), self.once, np.inf)
+        self.least_once = quick(once_s, self.devices, np.maximum)
 
     def run(self) -> None:
         """Offer the best choices of the family to `best`."""
-        least = quick(self.quick.period_s, self.family.merged, np.maximum)
+        least = quick(self.table.least_period_s, self.devices, np.maximum)
         if not math.isfinite(least):
             return
-        periods = self.table.period_s
-        self.times = np.unique(periods[(periods >= least) & (periods < np.inf)])
+        self.times = self._find_times(least)
         once_s = math.inf
         while once_s >= self.least_once and not self.best.ends():
             found = _Round(self, once_s).run()
             if found is None:
                 return
             once_s = float(np.nextafter(self.max_once(found), -math.inf))
+
+    def _find_times(self, least: float) -> np.ndarray:
+        """All u from the least that any choice reaches to those that are too long to matter, and the largest of all."""
+        periods, b = self.table.period_s, self.slowest.min()
+        times = periods[(periods >= least) & (periods < np.inf)]
+        most = (self.best.worth_s - self.least_once) / b * (1 + 1e-9) if b > 0 else math.inf
+        return np.unique(np.append(times[times <= most], times.max())) if math.isfinite(most) else np.unique(times)
 
     def bounds(self, period_s: float) -> np.ndarray:
         """For each S a bound on F under a limit of u: that under limits of u and o which leave no less choice."""
@@ -231,13 +247,6 @@ class _FamilySearch:
 
     def _b(self, count: int) -> float:
         return self.family.slowest[self.family.counts.index(count)]
-
-    def apply_limits(self, table: _Table, *, period_s: float, once_s: float) -> np.ndarray:
-        """a t + c of a table of groups; infinite if a stage exceeds a limit."""
-        seconds = table.stage_s
-        once, transfer = (one if seconds.ndim == 3 else one[..., None] for one in (self.once, self.transfer))
-        within = (table.period_s <= period_s) & (once <= once_s)
-        return np.where(within, self.family.fill * seconds + transfer, np.inf)
 
 
 class _Round:
@@ -285,7 +294,8 @@ class _Round:
             waiting += [(middle, high, floors), (low, middle, np.maximum(here, floors))]
 
     def _floor(self, period_s: float) -> float:
-        return quick(self._apply_limits(self.search.quick, period_s), self.family.merged, np.add)
+        is_within = self._is_usable(self.search.table, period_s)
+        return quick(np.where(is_within, self.search.least_cost_s, np.inf), self.search.devices, np.add)
 
     def _of_each(self, floor: float) -> np.ndarray:
         return np.full(len(self.search.slowest), floor)
@@ -306,8 +316,8 @@ class _Round:
         floors = self._of_each(self._floor(period_s))
         if not self._may_matter(floors, period_s):
             return floors
-        table = self._apply_limits(self.search.table, period_s)
-        best = exact(table, self.family.merged, np.add)
+        table = self._limit(self.search.table, period_s)
+        best = exact(table, self.search.devices, np.add)
         counts, slowest = self.family.counts, self.search.slowest
         sums: np.ndarray = best[0, list(counts), -1]
         sums = np.maximum(sums, [self.search.known_floor(count, period_s) for count in counts])
@@ -326,25 +336,33 @@ class _Round:
         """F of one S with its own microbatches in flight, and the stages, if any fit."""
         in_flight = self.family.in_flight[count]
         strict = _Table.of(self.family, in_flight)
-        table = self._apply_limits(strict, period_s)
-        best = exact(table, self.family.merged, np.add)
+        table = self._limit(strict, period_s)
+        best = exact(table, self.search.devices, np.add)
         value = float(best[0, count, -1])
         known = self.search.known[count]
         if math.isfinite(value):
             known.append((period_s, value))
             return value, self._stages_of(best, table, count, in_flight)
         if not known:  # whether slower stages fit is asked once
-            at_all = exact(self._apply_limits(strict, math.inf), self.family.merged, np.add)[0, count, -1]
+            at_all = exact(self._limit(strict, math.inf), self.search.devices, np.add)[0, count, -1]
             known.append((math.inf, float(at_all)))
         known.append((period_s, math.inf))
         return value, ()
 
-    def _stages_of(self, best: np.ndarray, table: np.ndarray, count: int, in_flight: Sequence[float]) -> Stages:
-        found = stages_of(best, table, family=self.family.merged, count=count, combine=np.add)
+    def _stages_of(self, best: np.ndarray, table: Limited, count: int, in_flight: Sequence[float]) -> Stages:
+        found = stages_of(best, table, devices=self.search.devices, count=count, combine=np.add)
         return self.family.options_of(found, in_flight)
 
-    def _apply_limits(self, table: _Table, period_s: float) -> np.ndarray:
-        return self.search.apply_limits(table, period_s=period_s, once_s=self.once_s)
+    def _limit(self, table: _Table, period_s: float) -> Limited:
+        """a t + c, of stages within the limits."""
+        return Limited(
+            costs=table.cost_s, measured=table.period_s, most=period_s, usable=self._is_usable(table, period_s)
+        )
+
+    def _is_usable(self, table: _Table, period_s: float) -> np.ndarray:
+        """Booleans (group of `Family.alike`, k, j): whether a stage is within the limits at any place."""
+        is_within = (table.least_period_s <= period_s) & (self.search.once <= self.once_s)
+        return np.asarray(is_within & np.isfinite(table.least_period_s))
 
     def _offer(self, stages: Stages) -> None:
         value = self.search.pipeline_s(stages)

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from autopar.inter_op.dynamic_program.families import Family
 from autopar.inter_op.dynamic_program.problem import ChosenStage, Manual, RuledOut, StageProblem
-from autopar.inter_op.dynamic_program.recursion import TIE, Family, Stages, exact, quick, stages_of
+from autopar.inter_op.dynamic_program.recursion import TIE, Limited, Stages, exact, quick, stages_of
 
 
 def describe_stages(stages: Stages, family: Family) -> tuple[ChosenStage, ...]:
@@ -75,14 +76,13 @@ def explain_out_of_memory(problem: StageProblem, families: Sequence[Family]) -> 
             kept = family.in_flight[count]
             options = range(len(problem.options))
             needs = [np.where(family.open_places(z)[..., :count], family.bytes(z, kept), np.inf) for z in options]
-            table = np.stack(needs)
-            if quick(table.min(axis=3), family, np.maximum) < least:
-                best = exact(table, family, np.maximum)
+            table = Limited.at_all(np.stack(needs))
+            if quick(table.costs.min(axis=3), family.devices, np.maximum) < least:
+                best = exact(table, family.devices, np.maximum)
                 if best[0, count, -1] < least:
                     least = float(best[0, count, -1])
-                    stages = describe_stages(
-                        stages_of(best, table, family=family, count=count, combine=np.maximum), family
-                    )
+                    tightest = stages_of(best, table, devices=family.devices, count=count, combine=np.maximum)
+                    stages = describe_stages(tightest, family)
                     needed = max(stages, key=lambda stage: stage.peak_bytes), stages.index, count, family.chunks
     assert needed is not None
     stage, number_of, count, chunks = needed

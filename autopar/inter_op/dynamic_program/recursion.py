@@ -1,25 +1,17 @@
-"""Choices of stages that follow equal rules, and the least sums and maxima over them.
+"""The least sums and maxima over choices of stages: the recursion F of `choose_stages.py`.
 
-In: a `StageProblem` and what the user has decided. Out: its `Family`s, each with the numbers of stages that are left, what
-a stage keeps in flight at each place, and the letters a and b of `choose_stages.py`; and, for tables of what
-stages cost, the recursion F of `choose_stages.py`, quickly without places (`quick`) or with them (`exact`). What
-can go wrong: `quick` is a bound, which no choice need attain.
+In: tables of what stages cost, and the devices of each option. Out: F, quickly without places (`quick`) or with them (`exact`),
+and the stages that attain it. What can go wrong: `quick` is a bound, which no choice need attain.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from types import EllipsisType
+from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 import numpy as np
-
-from autopar.inter_op.dynamic_program.problem import CostTable, Manual, StageProblem
-from autopar.inter_op.dynamic_program.submeshes import Submesh
-from autopar.schedules.schedules import NAMED_SCHEDULES, most_in_flight, most_together
 
 TIE = 1e-12
 """Relative difference up to which two times are the same."""
@@ -27,206 +19,9 @@ Stages: TypeAlias = tuple[tuple[int, int, int], ...]
 """(first layer, end layer, option) of each."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class Family:
-    """Choices of equal rules: `counts` are the S in it, `slowest` their b(S), `fill` is a.
-
-    `in_flight[S][r - 1]`: what the r-th stage from the end keeps. A mesh has `chunks`, each of which may have that part of the
-    memory, and counts that part of the microbatches that all have in flight together.
-    """
-
-    problem: StageProblem
-    manual: Manual
-    counts: tuple[int, ...]
-    in_flight: Mapping[int, tuple[float, ...]]
-    fill: float
-    slowest: tuple[float, ...]
-    chunks: int = 1
-
-    @functools.cached_property
-    def sizes(self) -> tuple[int, ...]:
-        """Devices of each option; where all meshes are equal, 1 per chunk, and options of another size never fit."""
-        if self.chunks == 1:
-            return self.problem.sizes
-        return tuple(1 if size == self._mesh_size else self.total + 1 for size in self.problem.sizes)
-
-    @property
-    def _mesh_size(self) -> int:
-        return self.problem.devices // (self.counts[0] // self.chunks)
-
-    @property
-    def total(self) -> int:
-        """D: devices, or chunks where all meshes are equal."""
-        return self.problem.devices if self.chunks == 1 else self.counts[0]
-
-    @functools.cached_property
-    def reach(self) -> tuple[tuple[int, int], ...]:
-        """See `StageProblem.reach`; all of the chunks where meshes are equal."""
-        return self.problem.reach if self.chunks == 1 else ((0, self.total),) * len(self.problem.options)
-
-    @property
-    def is_possible(self) -> bool:
-        """Whether there is a choice, memory aside."""
-        is_open = np.stack([self.open_places(z).any(axis=2) for z in range(len(self.problem.options))])
-        return math.isfinite(quick(np.where(is_open, self.problem.costs.seconds, np.inf), self, np.add))
-
-    @property
-    def may_fit(self) -> bool:
-        """False if the layers fit the memory in no stages at all, even if each were at the place that keeps least."""
-        costs = self.problem.costs
-        kept = costs.weight_bytes + min(self.least_in_flight()) * costs.activation_bytes
-        most = kept + costs.working_bytes / self.chunks
-        fits = np.isfinite(costs.seconds) & (most * self.chunks <= self.problem.memory_bytes)
-        return math.isfinite(quick(np.where(fits, 0.0, np.inf), self, np.add))
-
-    def least_in_flight(self) -> tuple[float, ...]:
-        """What a stage keeps at least, r-th from the end of a choice of any S."""
-        return tuple(
-            min(self.in_flight[count][r] for count in self.counts if count > r) for r in range(max(self.counts))
-        )
-
-    @functools.cached_property
-    def _spans(self) -> np.ndarray:
-        """Booleans (k, j, r - 1): the layers that the r-th stage from the end may have, by the user's decisions."""
-        layers, places = self.problem.layers, max(self.counts)
-        spans = np.zeros((layers, layers + 1, places), bool)
-        spans[:, layers, 0] = True
-        spans[:, 1:layers, 1:] = True
-        spans[0, :, [r for r in range(places) if r + 1 not in self.counts]] = False
-        spans[1:, :, places - 1] = False
-        if self.manual.cuts is not None:
-            bounds = [0, *self.manual.cuts, layers]
-            wanted = np.zeros((layers, layers + 1, 1), bool)
-            wanted[bounds[:-1], bounds[1:]] = True
-            spans &= wanted
-        return spans & np.triu(np.ones((layers, layers + 1), bool), 1)[..., None]
-
-    def open_places(self, option: int) -> np.ndarray:
-        """Booleans (k, j, r - 1): whether there is a plan, and whether the user's decisions leave it."""
-        places, has_plan = self._spans, np.isfinite(self.problem.costs.seconds[option])
-        if self.manual.submeshes is not None:
-            chosen = (self.manual.submeshes * self.chunks)[::-1]
-            places = places & np.array([self.problem.options[option] == submesh for submesh in chosen])
-        return np.asarray(places & has_plan[..., None])
-
-    def bytes(self, option: int, in_flight: Sequence[float]) -> np.ndarray:
-        """Peak bytes per device (k, j, r - 1), as if all chunks of the mesh were like this one."""
-        return self._bytes((option, ..., None), np.array(in_flight))
-
-    def _bytes(self, where: tuple[int | EllipsisType | None, ...], kept: np.ndarray | float) -> np.ndarray:
-        costs = self.problem.costs
-        working = costs.working_bytes[where] / self.chunks
-        each = costs.weight_bytes[where] + costs.activation_bytes[where] * kept + working
-        return np.asarray(each * self.chunks)
-
-    def fits(self, option: int, in_flight: Sequence[float]) -> np.ndarray:
-        """Booleans (k, j, r - 1): whether a stage may stand there, with so many microbatches in flight."""
-        within = self.bytes(option, in_flight) <= self.problem.memory_bytes
-        return np.asarray(self.open_places(option)[..., : len(in_flight)] & within)
-
-    @functools.cached_property
-    def alike(self) -> tuple[tuple[int, ...], ...]:
-        """Options of one submesh that differ in their seconds and bytes alone, such as with and without recomputation.
-
-        Of those of a group that fit, the fastest is at least as good as the others.
-        """
-        costs, groups = self.problem.costs, dict[tuple[Submesh, bytes, bytes], list[int]]()
-        for z, option in enumerate(self.problem.options):
-            groups.setdefault((option, costs.once_s[z].tobytes(), costs.transfer_s[z].tobytes()), []).append(z)
-        return tuple(map(tuple, groups.values()))
-
-    @functools.cached_property
-    def merged(self) -> Family:
-        """The family as if each group of `alike` were the first of its options."""
-        firsts = [group[0] for group in self.alike]
-        costs = {field.name: getattr(self.problem.costs, field.name)[firsts] for field in dataclasses.fields(CostTable)}
-        options = tuple(self.problem.options[z] for z in firsts)
-        return dataclasses.replace(
-            self, problem=dataclasses.replace(self.problem, options=options, costs=CostTable(**costs))
-        )
-
-    def least_s(self, in_flight: Sequence[float]) -> np.ndarray:
-        """t (group of `alike`, k, j, r - 1) with this many microbatches in flight; infinite where nothing fits."""
-        layers, seconds = self.problem.layers, self.problem.costs.seconds
-        found = np.full((len(self.alike), layers, layers + 1, len(in_flight)), np.inf)
-        for least, group in zip(found, self.alike, strict=True):
-            for z in group:
-                np.minimum(least, np.where(self.fits(z, in_flight), seconds[z][..., None], np.inf), out=least)
-        return found
-
-    def options_of(self, stages: Stages, in_flight: Sequence[float]) -> Stages:
-        """Stages of groups of `alike`, each with the first option of its group that fits its place and is fastest."""
-        seconds, limit = self.problem.costs.seconds, self.problem.memory_bytes
-        found = []
-        for kept, (i, j, group) in zip(reversed(in_flight[: len(stages)]), stages, strict=True):
-            left = [z for z in self.alike[group] if self._bytes((z, i, j), kept) <= limit]
-            found.append((i, j, min(left, key=lambda z: float(seconds[z, i, j]))))
-        return tuple(found)
-
-    def periods(self, stage_s: np.ndarray, sent_s: np.ndarray, in_flight: Sequence[float]) -> np.ndarray:
-        """u, seconds from one microbatch to the next, of t and c; see `choose_stages.py`. The last axis is r - 1."""
-        if self.chunks > 1 or not NAMED_SCHEDULES[self.problem.schedule].trains:
-            return stage_s
-        place, is_split = np.arange(1, len(in_flight) + 1), NAMED_SCHEDULES[self.problem.schedule].is_split
-        work, flying = ((2 * place + 1) / 3, place) if is_split else (place, np.array(in_flight))
-        round_trip_s = (work * stage_s + (place - 1) * sent_s) / flying
-        return np.asarray(np.where(flying < self.problem.microbatches, np.maximum(stage_s, round_trip_s), stage_s))
-
-    @property
-    def transfer_s(self) -> np.ndarray:
-        """c (option, k, j); the last stage sends nothing."""
-        return np.where(np.arange(self.problem.layers + 1) < self.problem.layers, self.problem.costs.transfer_s, 0)
-
-
-def families_of(problem: StageProblem, manual: Manual) -> Iterator[Family]:
-    """All families that the user's decisions leave; one stage first. Interleaved meshes are equal: unlike nodes have none."""
-    family = functools.partial(Family, problem=problem, manual=manual)
-    batches, chunks = problem.microbatches, problem.virtual_stages
-    most = min(problem.layers, problem.devices // min(problem.sizes))
-
-    def is_left(meshes: int, stages: int) -> bool:
-        return (
-            stages <= most * chunks
-            and stages <= problem.layers
-            and manual.num_stages in (None, meshes)
-            and (manual.cuts is None or len(manual.cuts) + 1 == stages)
-            and (manual.submeshes is None or len(manual.submeshes) == meshes)
-        )
-
-    if is_left(1, 1):
-        yield family(counts=(1,), in_flight={1: (1,)}, fill=1.0, slowest=(batches - 1.0,))
-    counts = tuple(p for p in range(2, most + 1) if is_left(p, p * chunks))
-    schedule = NAMED_SCHEDULES[problem.schedule]
-
-    def in_flight_of(meshes: int) -> tuple[float, ...]:
-        sizes = {"num_meshes": meshes, "num_microbatches": batches, "virtual_stages": chunks}
-        if chunks == 1:
-            return most_in_flight(problem.schedule, **sizes)[::-1]
-        return tuple(count / chunks for count in most_together(problem.schedule, **sizes))[::-1] * chunks
-
-    if schedule.interleaves:
-        for p in counts if not problem.parts else ():
-            if problem.devices % p == 0 and batches % p == 0:
-                yield family(
-                    counts=(p * chunks,),
-                    in_flight={p * chunks: in_flight_of(p)},
-                    fill=1 / chunks,
-                    slowest=(chunks * batches - 1.0,),
-                    chunks=chunks,
-                )
-    elif counts:
-        split = schedule.is_split
-        yield family(
-            counts=counts,
-            in_flight={p: in_flight_of(p) for p in counts},
-            fill=1 / 3 if split else 1.0,
-            slowest=tuple(batches - 1 / 3 + max(0, p - batches) / 3 if split else batches - 1.0 for p in counts),
-        )
-
-
 @dataclasses.dataclass(frozen=True)
-class _Units:
-    """Devices in units: of each option, of all, and for each option where those that it may be among begin and end."""
+class Devices:
+    """Devices of each option, of all, and for each option where those that it may be among begin and end."""
 
     sizes: tuple[int, ...]
     total: int
@@ -237,95 +32,140 @@ class _Units:
         first, end = self.reach[option]
         return first + self.sizes[option] <= devices <= end
 
+    def in_units(self, is_left: np.ndarray) -> Devices:
+        """The same in the largest unit that divides the devices of all options that are left, and those of each kind.
 
-def _count_in_units(table: np.ndarray, family: Family) -> _Units:
-    """The largest unit that divides the devices of all options that the table leaves, and those of each kind.
+        An option that is not left gets more than all. Where parts of a node are too slow, the unit is a node.
+        """
+        left = [size for size, one in zip(self.sizes, is_left, strict=True) if one and size <= self.total]
+        borders = {border for ends in self.reach for border in ends}
+        unit = math.gcd(self.total, *left, *borders)
+        total = self.total // unit
+        sizes = tuple(s // unit if one else total + 1 for s, one in zip(self.sizes, is_left, strict=True))
+        return Devices(sizes, total, tuple((first // unit, end // unit) for first, end in self.reach))
 
-    An option that it does not leave gets more than all. Where parts of a node are too slow, the unit is a node.
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Limited:
+    """What stages cost that are within a limit; arrays (option, k, j, r - 1), `usable` (option, k, j).
+
+    Attributes:
+        costs: of each stage; infinite where it is impossible.
+        measured: what the limit is on.
+        most: the limit.
+        usable: False where no place is within the limit.
     """
-    is_left = np.isfinite(table).any(axis=tuple(range(1, table.ndim)))
-    left = [size for size, one in zip(family.sizes, is_left, strict=True) if one and size <= family.total]
-    borders = {border for ends in family.reach for border in ends}
-    unit = math.gcd(family.total, *left, *borders)
-    total = family.total // unit
-    sizes = tuple(s // unit if one else total + 1 for s, one in zip(family.sizes, is_left, strict=True))
-    return _Units(sizes, total, tuple((first // unit, end // unit) for first, end in family.reach))
+
+    costs: np.ndarray
+    measured: np.ndarray
+    most: float
+    usable: np.ndarray
+
+    @classmethod
+    def at_all(cls, costs: np.ndarray) -> Limited:
+        """Without a limit."""
+        return cls(costs=costs, measured=costs, most=math.inf, usable=np.isfinite(costs).any(axis=3))
+
+    def of(self, option: int, layer: int, first: int, end: int, places: int) -> np.ndarray:
+        """The costs (j, r - 1) at the last `places` of stages that begin with a layer and end before those from `first` on.
+
+        Infinite where the limit is exceeded.
+        """
+        within = self.measured[option, layer, first:end, :places] <= self.most
+        within &= self.usable[option, layer, first:end, None]
+        return np.where(within, self.costs[option, layer, first:end, :places], np.inf)
+
+    def at(self, options: Sequence[int], layer: int, place: int) -> np.ndarray:
+        """The same of all stages (option, j) that begin with a layer at one place, counted from 0 at the end."""
+        within = (self.measured[options, layer, :, place] <= self.most) & self.usable[options, layer]
+        return np.where(within, self.costs[options, layer, :, place], np.inf)
 
 
-def _least_by_size(table: np.ndarray, family: Family) -> tuple[np.ndarray, _Units]:
-    """The least entries of the options of each size and kind that fit, and these in units."""
-    units = _count_in_units(table, family)
-    each = [(size, *ends) for size, ends in zip(units.sizes, units.reach, strict=True)]
-    left = sorted({one for one in each if one[0] <= units.total})
-    least = [table[[one == other for other in each]].min(axis=0) for one in left]
-    found = _Units(tuple(size for size, _, _ in left), units.total, tuple((first, end) for _, first, end in left))
-    return np.stack(least) if least else np.empty((0, *table.shape[1:])), found
+def _turns(usable: np.ndarray, units: Devices) -> Iterator[tuple[int, int, int, int, int, int]]:
+    """All steps of the recursion, the last layers first.
+
+    Each is of stages from a layer k on an option z, behind which stages begin with layers from `first` to `end` - 1, and which
+    are, with these, on from `low` to `high` - 1 units: (k, z, first, end, low, high). `usable`: booleans (option, k, j).
+    """
+    options, layers, ends = usable.shape
+    sizes, reach = np.array(units.sizes), np.array(units.reach).reshape(options, 2)
+    is_some, first, last = usable.any(axis=2), usable.argmax(axis=2), ends - usable[:, :, ::-1].argmax(axis=2)
+    fewest, most = _devices_that_matter(usable, units)
+    for k in range(layers - 1, -1, -1):
+        low = np.maximum(reach[:, 0] + sizes, fewest[k])
+        high = np.minimum(reach[:, 1], most[k]) + 1
+        now = np.flatnonzero(is_some[:, k] & (low < high))
+        for z, *bounds in zip(now.tolist(), *(one[now].tolist() for one in (first[:, k], last[:, k], low, high)), strict=True):
+            yield k, z, *bounds
 
 
-def _devices_that_matter(usable: np.ndarray, units: _Units) -> list[tuple[int, int]]:
+def _devices_that_matter(usable: np.ndarray, units: Devices) -> tuple[list[int], list[int]]:
     """For each k, the fewest devices on which layers from k on can run, and the most that the layers before k leave them.
 
     `usable`: booleans (option, k, j). A F of another number of devices is infinite, or leads to no choice on all of them.
     """
-    options, layers, ends = usable.shape
-    sizes = np.array(units.sizes).reshape(options, 1)
-    after, before = (np.full(ends, units.total + 1) for _ in range(2))
+    _, layers, ends = usable.shape
+    never = units.total + 1
+    least = np.where(usable, np.array(units.sizes)[:, None, None], never).min(axis=0, initial=never)
+    after, before = (np.full(ends, never) for _ in range(2))
     after[layers] = before[0] = 0
     for k in range(layers - 1, -1, -1):
-        after[k] = np.where(usable[:, k], sizes + after, units.total + 1).min(initial=units.total + 1)
+        after[k] = min(never, (least[k] + after).min())
     for j in range(1, ends):
-        before[j] = np.where(usable[:, :, j], sizes + before[:-1], units.total + 1).min(initial=units.total + 1)
-    return [(int(low), units.total - int(high)) for low, high in zip(after, before, strict=True)]
+        before[j] = min(never, (least[:, j] + before[:-1]).min())
+    return after.tolist(), (units.total - before).tolist()
 
 
-def quick(table: np.ndarray, family: Family, combine: np.ufunc) -> float:
+def quick(table: np.ndarray, devices: Devices, combine: np.ufunc) -> float:
     """F(any, 0, D) of a table (option, k, j): stages may stand at any place. With `np.maximum`: the least largest value."""
-    table, units = _least_by_size(table, family)
-    options, layers, _ = table.shape
-    if not options:
-        return math.inf
-    usable, total = np.isfinite(table), units.total
-    best = np.full((layers + 1, total + 1), np.inf)
+    table, devices = _least_by_size(table, devices)
+    usable = np.isfinite(table)
+    units, layers = devices.in_units(usable.any(axis=(1, 2))), table.shape[1]
+    best = np.full((layers + 1, units.total + 1), np.inf)
     best[layers, 0] = 0.0
-    for k, (fewest, most) in reversed([*enumerate(_devices_that_matter(usable, units)[:-1])]):
-        for z, (size, (first, end)) in enumerate(zip(units.sizes, units.reach, strict=True)):
-            low, high = max(first + size, fewest), min(end, most) + 1
-            if low < high and (ways := np.flatnonzero(usable[z, k])).size:
-                behind = best[ways[0] : ways[-1] + 1, low - size : high - size]
-                here, seconds = best[k, low:high], table[z, k, ways[0] : ways[-1] + 1, None]
-                np.minimum(here, combine(seconds, behind).min(axis=0), out=here)
-    return float(best[0, total])
+    for k, z, first, end, low, high in _turns(usable, units):
+        here, size = best[k, low:high], units.sizes[z]
+        behind = best[first:end, low - size : high - size]
+        np.minimum(here, np.minimum.reduce(combine(table[z, k, first:end, None], behind)), out=here)
+    return float(best[0, units.total])
 
 
-def exact(table: np.ndarray, family: Family, combine: np.ufunc) -> np.ndarray:
-    """F[k, r, d] of a table (option, k, j, r - 1); d is in units (`_count_in_units`), so [0, S, -1] is F(S, 0, D).
+def _least_by_size(table: np.ndarray, devices: Devices) -> tuple[np.ndarray, Devices]:
+    """The least entries of the options of each size and kind."""
+    each = [(size, *ends) for size, ends in zip(devices.sizes, devices.reach, strict=True)]
+    kinds = sorted({*each})
+    if len(kinds) == len(each):
+        return table, devices
+    least = [table[[one == other for other in each]].min(axis=0) for one in kinds]
+    reach = tuple((first, end) for _, first, end in kinds)
+    return np.stack(least), Devices(tuple(size for size, _, _ in kinds), devices.total, reach)
+
+
+def exact(table: Limited, devices: Devices, combine: np.ufunc) -> np.ndarray:
+    """F[k, r, d]; d is in units (`Devices.in_units`), so [0, S, -1] is F(S, 0, D).
 
     Infinite for those d that lead to no choice on all devices.
     """
-    table, units = _least_by_size(table, family)
-    _, layers, _, places = table.shape
+    units = devices.in_units(table.usable.any(axis=(1, 2)))
+    _, layers, _, places = table.costs.shape
     best = np.full((layers + 1, places + 1, units.total + 1), np.inf)
     best[layers, 0, 0] = 0.0
-    usable = np.isfinite(table).any(axis=3)
-    for k, (fewest, most) in reversed([*enumerate(_devices_that_matter(usable, units)[:-1])]):
-        turns = min(places, layers - k)
-        for z, (size, (first, end)) in enumerate(zip(units.sizes, units.reach, strict=True)):
-            low, high = max(first + size, fewest), min(end, most) + 1
-            if low < high and (ways := np.flatnonzero(usable[z, k])).size:
-                behind = best[ways[0] : ways[-1] + 1, :turns, low - size : high - size]
-                here, seconds = best[k, 1 : turns + 1, low:high], table[z, k, ways[0] : ways[-1] + 1, :turns, None]
-                np.minimum(here, combine(seconds, behind).min(axis=0), out=here)
+    for k, z, first, end, low, high in _turns(table.usable, units):
+        turns, size = min(places, layers - k), units.sizes[z]
+        here, seconds = best[k, 1 : turns + 1, low:high], table.of(z, k, first, end, turns)
+        behind = best[first:end, :turns, low - size : high - size]
+        np.minimum(here, np.minimum.reduce(combine(seconds[..., None], behind)), out=here)
     return best
 
 
-def stages_of(best: np.ndarray, table: np.ndarray, *, family: Family, count: int, combine: np.ufunc) -> Stages:
+def stages_of(best: np.ndarray, table: Limited, *, devices: Devices, count: int, combine: np.ufunc) -> Stages:
     """The stages that attain F(count, 0, D): the earliest cut at each turn, then the earliest option."""
-    units = _count_in_units(table, family)
-    sizes, layers, k, d, found = units.sizes, table.shape[1], 0, units.total, []
+    units = devices.in_units(table.usable.any(axis=(1, 2)))
+    sizes, layers, k, d, found = units.sizes, table.costs.shape[1], 0, units.total, []
     for r in range(count, 0, -1):
         options = [z for z in range(len(sizes)) if units.fits(z, d)]
         behind = np.stack([best[:, r - 1, d - sizes[z]] for z in options])
-        values = combine(table[options, k, :, r - 1], behind)
+        values = combine(table.at(options, k, r - 1), behind)
         j, place_ = np.argwhere(best[k, r, d] * (1 + TIE) >= values.T)[0]
         found.append((k, int(j), options[place_]))
         k, d = int(j), d - sizes[options[place_]]
