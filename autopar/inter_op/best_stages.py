@@ -197,12 +197,16 @@ class BestStages:
     def handicap(self, way: Timetable, seconds: float) -> float:
         """Seconds of a step; more if its number of microbatches is only estimated, as that must promise something.
 
-        It need not promise much while less than half of the time is used: layers in another number are soon planned then.
+        It need not promise much while little of the time is used: layers in another number are soon planned then.
         """
         if way.microbatches in self._costs.counts:
             return seconds
-        is_early = self._budget.elapsed_s < self._budget.seconds_left
-        return seconds * (1 + (self._tuning.worth_early if is_early else self._tuning.worth))
+        return seconds * (1 + (self._tuning.worth_early if self.is_early else self._tuning.worth_late))
+
+    @property
+    def is_early(self) -> bool:
+        """Whether less than a third of the time is used."""
+        return 2 * self._budget.elapsed_s < self._budget.seconds_left
 
     def solve(
         self, way: Timetable, *, num_stages: int | None = None, explain: bool = False, costs: CostTable | None = None

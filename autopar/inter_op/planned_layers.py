@@ -263,7 +263,8 @@ class PlannedLayers:
         for layer, _ in new:
             self._program(layer)  # before this process forks, so that every fork has it
         jobs: list[Callable[[], _PlannedLayer | _TooLarge | _Failed]]
-        jobs = [functools.partial(self._plan_key, key) for key in new]
+        own = self._request.processes if len(new) + len(ahead) == 1 else 1  # forks do not fork
+        jobs = [functools.partial(self._plan_key, key, processes=own) for key in new]
         jobs += [functools.partial(self._try_key, key) for key in ahead]
         if jobs:
             enter("planning layers")
@@ -283,11 +284,12 @@ class PlannedLayers:
             self._planned[key] = self._plan_key(key)
         return self._planned[key]
 
-    def _plan_key(self, key: _Key) -> _PlannedLayer | _TooLarge:
+    def _plan_key(self, key: _Key, *, processes: int = 1) -> _PlannedLayer | _TooLarge:
+        """Plan a layer; `processes` of them look at its meshes."""
         layer, devices = key
         program = self._program(layer)
         meshes = self._meshes_for(layer, devices)
-        request = dataclasses.replace(self._request, meshes=meshes, processes=1)  # forks do not fork
+        request = dataclasses.replace(self._request, meshes=meshes, processes=processes)
         try:
             planned = self._planner(program, request)
         except OutOfMemoryError:

@@ -307,8 +307,10 @@ class _StageSearch:
     def _plan_neighbour(self, best: Timetable, choices: Mapping[Timetable, StageChoice]) -> bool:
         """Plan the number of microbatches below or above the best one if its estimate is near; whether there was one.
 
-        The first such number is planned in any case, so that latencies are known.
+        The first such number is planned in any case, so that latencies are known. Late, none is that does not promise more.
         """
+        if not self.stages.is_early:
+            return False
         counts, near_s = self.costs.counts, (1 + self.tuning.near) * choices[best].step_s
         numbers = sorted({way.microbatches for way in self.stages.ways})
         place = numbers.index(best.microbatches)

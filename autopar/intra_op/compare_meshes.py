@@ -80,7 +80,7 @@ class MeshComparison:
         self.note_first()
         meshes = waiting = distinct_meshes(self.request, is_free=not asks_for_layouts(self.traced.program))
         self._untouched = set(meshes)
-        together = self.request.processes if self.worth.is_large else 1
+        together = self.request.processes if self.worth.is_large or not self.shared.is_bounded else 1
         while waiting:
             now = waiting[:together]
             if math.isfinite(self.shared.best_s):
