@@ -7,6 +7,7 @@ layers share, so the chosen stages are planned as wholes.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,18 +17,23 @@ from autopar.intra_op.memory import tuning as memory_tuning
 from autopar.stages.tasks.stage_memory import split_in_flight
 
 
+@functools.cache
+def _is_range(layers: int) -> np.ndarray:
+    """[i, j]: whether i is less than j."""
+    return np.triu(np.ones((layers, layers + 1), bool), 1)
+
+
 def sums(values: Sequence[float] | np.ndarray) -> np.ndarray:
     """[i, j]: the sum of values i to j - 1; 0 where there are none."""
     before = np.concatenate([[0.0], np.cumsum(values)])
-    return np.triu(before[None, :] - before[:-1, None], 1)
+    return np.where(_is_range(len(values)), before[None, :] - before[:-1, None], 0.0)
 
 
 def largest(values: Sequence[float]) -> np.ndarray:
-    """[i, j]: the largest of values i to j - 1."""
-    found = np.zeros((len(values), len(values) + 1))
-    for i in range(len(values)):
-        found[i, i + 1 :] = np.maximum.accumulate(values[i:])
-    return found
+    """[i, j]: the largest of values i to j - 1; 0 where there are none."""
+    is_range = _is_range(len(values))
+    each = np.where(is_range, np.array([0.0, *values])[None, :], -np.inf)
+    return np.where(is_range, np.maximum.accumulate(each, axis=1), 0.0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -111,7 +111,9 @@ def choose_faster_stages(
 def _search(problem: StageProblem, manual: Manual, best: BestChoice) -> BestChoice:
     _check(problem, manual)
     for family in families_of(problem, manual):
-        if family.may_fit:
+        if family.least_step_s > best.worth_s:
+            best.floor_s = min(best.floor_s, family.least_step_s)
+        elif math.isfinite(family.least_step_s):
             _FamilySearch(family, best).run()
     return best
 
@@ -122,7 +124,7 @@ def _does_not_fit(problem: StageProblem) -> OutOfMemoryError:
 
 def may_fit(problem: StageProblem, manual: Manual) -> bool:
     """False if no choice of stages fits the memory; True says little, but is found quickly."""
-    return any(family.may_fit for family in families_of(problem, manual))
+    return any(math.isfinite(family.least_step_s) for family in families_of(problem, manual))
 
 
 def _check(problem: StageProblem, manual: Manual) -> None:

@@ -2,7 +2,7 @@
 
 In: a `StageProblem` and what the user has decided. Out: its `Family`s, each with the numbers of stages that are left, what
 a stage keeps in flight at each place, and the letters a and b of `choose_stages.py`. What can go wrong: a family in which
-layers fit at the place that keeps least (`may_fit`) need have no choice that fits.
+layers fit at the place that keeps least (`least_step_s` is finite) need have no choice that fits.
 """
 
 from __future__ import annotations
@@ -53,14 +53,21 @@ class Family:
         is_open = np.stack([self.open_places(z).any(axis=2) for z in range(len(self.problem.options))])
         return math.isfinite(quick(np.where(is_open, self.problem.costs.seconds, np.inf), self.devices, np.add))
 
-    @property
-    def may_fit(self) -> bool:
-        """False if the layers fit the memory in no stages at all, even if each were at the place that keeps least."""
+    @functools.cached_property
+    def least_step_s(self) -> float:
+        """Seconds that no choice takes less than; infinite if layers fit the memory in no stages at all.
+
+        As if each stage were at the place that keeps least, and none waited for its microbatches to come back.
+        """
         costs = self.problem.costs
         kept = costs.weight_bytes + min(self.least_in_flight()) * costs.activation_bytes
         most = kept + costs.working_bytes / self.chunks
         fits = np.isfinite(costs.seconds) & (most * self.chunks <= self.problem.memory_bytes)
-        return math.isfinite(quick(np.where(fits, 0.0, np.inf), self.devices, np.add))
+        least_s = quick(np.where(fits, self.fill * costs.seconds + self.transfer_s, np.inf), self.devices, np.add)
+        if math.isinf(least_s):
+            return math.inf
+        slowest_s = quick(np.where(fits, costs.seconds, np.inf), self.devices, np.maximum)
+        return least_s + min(self.slowest) * slowest_s
 
     def least_in_flight(self) -> tuple[float, ...]:
         """What a stage keeps at least, r-th from the end of a choice of any S."""
