@@ -45,9 +45,17 @@ class KnownLayers:
         self.others[count] = {(layer, others_on) for layer in kinds} if others_on else set()
         self._known.clear()
 
-    def add(self, count: int, devices: int) -> None:
-        """From now on, plan the layers, or the one that repeats, on this number of devices as well."""
-        self.sizes[count].add(devices)
+    def add(self, count: int, devices: int, among: Collection[int]) -> None:
+        """From now on, plan the layers, or the one that repeats, on this number of devices as well.
+
+        And on those `among` others of which they can use no more than of the ones that are planned: what they cost is known.
+        """
+        sizes, layers = self.sizes[count], self.layers[count]
+        sizes.add(devices)
+        planned = [layers.common] if layers.has_common else [*range(len(layers))]
+        useful = {size: tuple(layers.useful_devices(layer, size) for layer in planned) for size in {*sizes, *among}}
+        known = {useful[size] for size in sizes}
+        sizes |= {size for size, of_layers in useful.items() if of_layers in known}
         self._known.clear()
 
     def add_others(self, count: int, places: Iterable[tuple[int, int]]) -> bool:

@@ -133,7 +133,7 @@ class LayerCosts:
         if not new:
             return False
         planned = set[int]().union(*self._known.sizes.values())
-        self._known.add(count, first_across_nodes(min(new), planned, self._options, self._cluster))
+        self._known.add(count, first_across_nodes(min(new), planned, self._options, self._cluster), self._options)
         self._tables.clear()
         return True
 

@@ -35,7 +35,15 @@ from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Alternative
 from autopar.program.step import TracedStep
 from autopar.schedules.in_flight import InFlight
-from autopar.schedules.schedules import TRAINING, Open, Recompute, ScheduleName, interleaves, make_schedule
+from autopar.schedules.schedules import (
+    NAMED_SCHEDULES,
+    TRAINING,
+    Open,
+    Recompute,
+    ScheduleName,
+    interleaves,
+    make_schedule,
+)
 from autopar.schedules.tasks import Schedule
 from autopar.stages.dependence import takes_gradients
 from autopar.stages.follow import Following, homes_of
@@ -109,6 +117,7 @@ def plan_pipeline(
         num_stages=schedule.num_stages,
         num_microbatches=schedule.num_microbatches,
         in_flight=InFlight(schedule),
+        also=in_flight_if_split(timetable, wishes.num_stages) if wishes.schedule == "auto" else (),
     )
     if wishes.following is not None:
         following = wishes.following
@@ -246,6 +255,14 @@ def schedule_for(timetable: Timetable, num_meshes: int) -> Schedule:
         num_microbatches=timetable.microbatches,
         virtual_stages=timetable.virtual_stages,
     )
+
+
+def in_flight_if_split(timetable: Timetable, num_meshes: int) -> tuple[InFlight, ...]:
+    """What the schedules keep in flight that split the backward, in the same number of microbatches; one stage on each mesh."""
+    if timetable.virtual_stages > 1 or NAMED_SCHEDULES[timetable.schedule].is_split:
+        return ()
+    split = [name for name, schedule in NAMED_SCHEDULES.items() if schedule.is_split]
+    return tuple(InFlight(schedule_for(dataclasses.replace(timetable, schedule=one), num_meshes)) for one in split)
 
 
 def _choose_meshes(wishes: PipelineWishes, devices: int) -> tuple[tuple[LogicalMesh, ...], ...]:

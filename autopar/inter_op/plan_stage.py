@@ -113,7 +113,7 @@ class KnownStages:
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class StagePlanning:
-    """How each stage is planned. `memory_rounds`: see `Tuning`.
+    """How each stage is planned. `memory_rounds`: see `Tuning`. `also`: see `StageRequest`.
 
     A job's memory limit is a stage's equal part of its mesh. Where a mesh has several stages, a stage is held to `limits`
     instead, by its number: None, or none at all, leaves it all of the mesh, as if the others could make room.
@@ -124,6 +124,7 @@ class StagePlanning:
     memory_rounds: int
     known: KnownStages
     limits: Sequence[int | None] = ()
+    also: tuple[InFlight, ...] = ()
 
     def plan(self, job: StageJob) -> PlannedWithin:
         """Plan one stage within what its microbatches in flight leave of the memory. Raises OutOfMemoryError."""
@@ -168,6 +169,19 @@ class StagePlanning:
             if not job.may_repeat_more:
                 raise
             return error
+
+    def plan_leader(self, job: StageJob) -> PlannedWithin | OutOfMemoryError:
+        """As `try_plan`, with all that will be asked of it: who gets it from a fork would have to make its assignment anew."""
+        planned = self.try_plan(job)
+        if isinstance(planned, PlannedWithin) and any(self._may_fit(planned.stage, job, other) for other in self.also):
+            planned.stage.memory.tasks.reckon_split()
+        return planned
+
+    @staticmethod
+    def _may_fit(stage: StagedStage, job: StageJob, in_flight: InFlight) -> bool:
+        """Whether a stage fits with so many microbatches in flight, if its tasks need nothing else."""
+        limit, memory = job.request.memory_limit_bytes, stage.memory
+        return limit is None or memory.kept_bytes - memory.late_bytes + memory.flying_bytes(in_flight) <= limit
 
     def _plan_within(self, job: StageJob, room: int | None) -> StagedStage:
         """The stage within so many bytes, however many its microbatches in flight take beside them."""

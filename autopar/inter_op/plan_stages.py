@@ -62,7 +62,8 @@ class StageRequest:
     already. `shares`, `keeps_named`: see `Staged`. `homes`: the stages of leaves by path, as far as they are known.
     `following`: what is taken over from another step. `known`: stages that were planned before, which are not planned again.
     `largest_share`: what a stage that does not fit may do again at most, where stages have shares of their own; 0: no more.
-    `kinds`: of the nodes of each mesh in a mixed cluster; none where nodes are alike.
+    `kinds`: of the nodes of each mesh in a mixed cluster; none where nodes are alike. `also`: what other schedules keep in flight
+    that split the backward, and will be asked what the stages need in them.
     """
 
     meshes: tuple[tuple[LogicalMesh, ...], ...]
@@ -80,6 +81,7 @@ class StageRequest:
     following: Following | None = None
     known: KnownStages = dataclasses.field(default_factory=KnownStages)
     kinds: tuple[KindOfNodes, ...] = ()
+    also: tuple[InFlight, ...] = ()
 
     def kind_of(self, stage: int) -> KindOfNodes | None:
         """The kind of node of a stage; None where nodes are alike."""
@@ -130,7 +132,11 @@ def plan_stages(
     programs = [program_of_stage(cut, stage) for stage in range(wanted.num_stages)]
     jobs = [_job_of(program, wanted, request, tuning) for program in programs]
     planning = StagePlanning(
-        planner=planner, in_flight=wanted.in_flight, memory_rounds=tuning.memory_rounds, known=wanted.known
+        planner=planner,
+        in_flight=wanted.in_flight,
+        memory_rounds=tuning.memory_rounds,
+        known=wanted.known,
+        also=wanted.also,
     )
     stages = _plan_together(planning, jobs, processes=request.processes)
     stages = [_on_kind(stage, wanted.kind_of(number)) for number, stage in enumerate(stages)]
@@ -283,7 +289,7 @@ def _plan_leaders(
         return found if isinstance(found, OutOfMemoryError) else take_over(found, jobs[numbers[place]])
 
     outcomes = run_side_by_side(
-        [functools.partial(planning.try_plan, jobs[number]) for number in numbers],
+        [functools.partial(planning.plan_leader, jobs[number]) for number in numbers],
         processes=processes,
         weights=[len(jobs[n].program.inputs) * jobs[n].request.meshes[0].size for n in numbers],
         unpack=take,

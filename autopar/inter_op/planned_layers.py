@@ -2,7 +2,7 @@
 
 In: a step cut in time, where its layers begin, the machine. Out: `PlannedLayers`: what each layer takes and keeps on a number of
 devices, and the mesh that is best for it. Equal layers are planned once, and different ones side by side on several cores. A
-layer is not planned on devices that divide none of its dimensions. What can go wrong: a layer may not fit the memory by itself;
+layer is not planned on devices that divide little of its work. What can go wrong: a layer may not fit the memory by itself;
 it has no figures then.
 """
 
@@ -27,12 +27,12 @@ from autopar.inter_op.dynamic_program.problem import ChosenStage
 from autopar.inter_op.dynamic_program.submeshes import machine_shape, size_of
 from autopar.inter_op.plan_stage import Planner, plan_program
 from autopar.inter_op.stage_seconds import StagedStage, price_stage, repeated_part, repeated_s
-from autopar.intra_op.choices.least_work import find_work
+from autopar.intra_op.choices.catalogue import Catalogue
+from autopar.intra_op.choices.least_work import find_seconds_by_lengths, find_work
 from autopar.intra_op.request import PlanRequest, logical_meshes
 from autopar.layouts.constraints import Constraints
 from autopar.layouts.mesh import LogicalMesh
 from autopar.microbatches.loop import TimeLoop
-from autopar.program.program import Program
 from autopar.progress import enter
 from autopar.stages.cut import cut_stages
 from autopar.stages.identical import find_identical
@@ -100,15 +100,6 @@ class _PlannedLayer:
         )
 
 
-def _lengths(program: Program) -> frozenset[int]:
-    """The lengths of all dimensions of a program's values."""
-    found: set[int] = set()
-    for eqn in program.equations:
-        found.update(length for v in (*eqn.invars, *eqn.outvars) for length in v.aval.shape)
-        found.update(*(_lengths(region) for region in eqn.regions))
-    return frozenset(found) - {0}
-
-
 @dataclasses.dataclass(frozen=True)
 class _TooLarge:
     """A layer that does not fit the memory on some devices."""
@@ -144,7 +135,8 @@ class PlannedLayers:
         rules = tuple(dataclasses.replace(rule, must_match=False) for rule in request.constraints.rules)
         self._request = dataclasses.replace(request, constraints=Constraints(rules), memory_limit_bytes=None)
         self._programs: dict[int, StageProgram] = {}
-        self._lengths: dict[int, frozenset[int]] = {}
+        self._divided_by: dict[tuple[int, int], bool] = {}
+        self._seconds: dict[int, dict[frozenset[int], float]] = {}
         self._planned: dict[_Key, _PlannedLayer | _TooLarge] = {}
         self._launches_s: dict[int, float] = {}
         (self._common, count), *_ = collections.Counter(self._first).most_common(1)
@@ -219,10 +211,8 @@ class PlannedLayers:
         """Seconds per microbatch in which a layer's operations start, which no number of devices divides."""
         first = self._first[layer]
         if first not in self._launches_s:
-            request = self._request
-            alone = request.catalogues.of(LogicalMesh.of((1,)), request.cluster, request.options)
             program = self._program(first)
-            step_s = find_work(program.step.program, alone).launches_s
+            step_s = find_work(program.step.program, self._alone).launches_s
             self._launches_s[first] = step_s / program.cut.loop.plan.microbatches
         return self._launches_s[first]
 
@@ -315,19 +305,35 @@ class PlannedLayers:
         return self._first[layer], self.useful_devices(layer, devices)
 
     def useful_devices(self, layer: int, devices: int) -> int:
-        """How many of the devices a layer can use: prime factors that divide no dimension of its values are left out."""
-        first = self._first[layer]
-        if first not in self._lengths:
-            self._lengths[first] = _lengths(self._program(first).step.program)
+        """How many of the devices a layer can use: prime factors that divide too little of its work are left out."""
         rest, prime = devices, 2
         while rest > 1:
             if rest % prime:
                 prime += 1
                 continue
             rest //= prime
-            if all(length % prime for length in self._lengths[first]):
+            if not self._is_divided_by(self._first[layer], prime):
                 devices //= prime
         return devices
+
+    def _is_divided_by(self, layer: int, prime: int) -> bool:
+        """Whether so many devices can divide a good part of a layer's work: some dimension of its operations.
+
+        What they divide of the rest, such as the heads of attention alone, is not worth what is sent for it.
+        """
+        if (layer, prime) not in self._divided_by:
+            if layer not in self._seconds:
+                self._seconds[layer] = find_seconds_by_lengths(self._program(layer).step.program, self._alone)
+            seconds = self._seconds[layer]
+            divided_s = sum(some for lengths, some in seconds.items() if any(one % prime == 0 for one in lengths))
+            self._divided_by[layer, prime] = divided_s >= self._tuning.divided * sum(seconds.values())
+        return self._divided_by[layer, prime]
+
+    @property
+    def _alone(self) -> Catalogue:
+        """The catalogue of one device."""
+        request = self._request
+        return request.catalogues.of(LogicalMesh.of((1,)), request.cluster, request.options)
 
     def _meshes_for(self, layer: int, devices: int) -> tuple[LogicalMesh, ...]:
         """The meshes to plan a layer on: all, or those that are good for the layer that repeats, if that is a third of all."""

@@ -26,6 +26,7 @@ from autopar.inter_op.one_mesh import Promising
 from autopar.inter_op.plan_pipeline import (
     PipelineWishes,
     alternative_of,
+    in_flight_if_split,
     plan_in_other_schedules,
     plan_with_recomputation,
     schedule_for,
@@ -291,6 +292,7 @@ class Wholes:
             split=split,
             shares=found.shares,
             known=self.known,
+            also=in_flight_if_split(found.timetable, len(found.sizes)) if self.wishes.schedule == "auto" else (),
             kinds=tuple(kinds[number] for number in found.kinds) if kinds else (),
         )
         of_stage = share_memory(self.request, schedule)

@@ -91,13 +91,13 @@ def test_one_schedule_of_one_number_of_microbatches_is_settled_before_others_are
 
 def test_what_is_only_estimated_need_promise_less_while_there_is_time():
     costs = types.SimpleNamespace(impossible=set(), counts={4})
-    budget = types.SimpleNamespace(elapsed_s=1.0, seconds_left=2.0)
+    budget = types.SimpleNamespace(elapsed_s=0.9, seconds_left=2.0)
     stages = BestStages(costs, WAYS, None, processes=1, budget=budget, tuning=TUNING)
     assert stages.handicap(WAYS[2], 1.0) == 1.0
     assert stages.handicap(WAYS[3], 1.0) == 1 + TUNING.worth_early
-    budget.elapsed_s = 2.0
-    assert stages.handicap(WAYS[3], 1.0) == 1 + TUNING.worth
-    assert TUNING.worth_early < TUNING.worth
+    budget.elapsed_s = 1.1
+    assert stages.handicap(WAYS[3], 1.0) == 1 + TUNING.worth_late
+    assert TUNING.worth_early < TUNING.worth_late
 
 
 def test_what_does_not_fit_is_explained_beside_ways_that_were_given_up(monkeypatch):

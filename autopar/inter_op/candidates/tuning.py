@@ -137,6 +137,10 @@ class Tuning:
     layer_axes: int = 2
     """Layers, and so stages, are planned on logical meshes of at most this many axes. A third axis is seldom chosen and adds
     meshes to plan for every layer (`benchmarks/stage_search_time.py`)."""
+    divided: float = 0.5
+    """The part of a layer's work that a prime number of devices has to divide, or the layer is taken to make no use of it. Three
+    devices divide the joined projections of a transformer's attention, a quarter of its work, and were no faster than one
+    (`benchmarks/planning_ordinary.py`, GPT on 1,024 devices)."""
     same_meshes: float = 1.1
     """If many layers are alike, the other layers are planned only on meshes on which those take at most this many times their
     best, since a stage has one mesh for all its layers. A larger factor plans more meshes

@@ -174,12 +174,12 @@ class _Table:
     @functools.cached_property
     def least_stage_s(self) -> np.ndarray:
         """The least t at any place."""
-        return self.stage_s.min(axis=3)
+        return np.asarray(self.stage_s.min(axis=3))
 
     @functools.cached_property
     def least_period_s(self) -> np.ndarray:
         """The least u at any place."""
-        return self.period_s.min(axis=3)
+        return np.asarray(self.period_s.min(axis=3))
 
 
 class _FamilySearch:

@@ -32,11 +32,13 @@ class Devices:
         first, end = self.reach[option]
         return first + self.sizes[option] <= devices <= end
 
-    def in_units(self, is_left: np.ndarray) -> Devices:
+    def in_units(self, usable: np.ndarray) -> Devices:
         """The same in the largest unit that divides the devices of all options that are left, and those of each kind.
 
-        An option that is not left gets more than all. Where parts of a node are too slow, the unit is a node.
+        An option that is not left gets more than all. Where parts of a node are too slow, the unit is a node. `usable`: booleans
+        (option, k, j).
         """
+        is_left = [one.any() for one in usable]
         left = [size for size, one in zip(self.sizes, is_left, strict=True) if one and size <= self.total]
         borders = {border for ends in self.reach for border in ends}
         unit = math.gcd(self.total, *left, *borders)
@@ -89,13 +91,16 @@ def _turns(usable: np.ndarray, units: Devices) -> Iterator[tuple[int, int, int, 
     """
     options, layers, ends = usable.shape
     sizes, reach = np.array(units.sizes), np.array(units.reach).reshape(options, 2)
-    is_some, first, last = usable.any(axis=2), usable.argmax(axis=2), ends - usable[:, :, ::-1].argmax(axis=2)
+    is_some, first = np.asarray(usable.any(axis=2)), usable.argmax(axis=2)
+    last = ends - usable[:, :, ::-1].argmax(axis=2)
     fewest, most = _devices_that_matter(usable, units)
     for k in range(layers - 1, -1, -1):
         low = np.maximum(reach[:, 0] + sizes, fewest[k])
         high = np.minimum(reach[:, 1], most[k]) + 1
         now = np.flatnonzero(is_some[:, k] & (low < high))
-        for z, *bounds in zip(now.tolist(), *(one[now].tolist() for one in (first[:, k], last[:, k], low, high)), strict=True):
+        for z, *bounds in zip(
+            now.tolist(), *(one[now].tolist() for one in (first[:, k], last[:, k], low, high)), strict=True
+        ):
             yield k, z, *bounds
 
 
@@ -120,7 +125,7 @@ def quick(table: np.ndarray, devices: Devices, combine: np.ufunc) -> float:
     """F(any, 0, D) of a table (option, k, j): stages may stand at any place. With `np.maximum`: the least largest value."""
     table, devices = _least_by_size(table, devices)
     usable = np.isfinite(table)
-    units, layers = devices.in_units(usable.any(axis=(1, 2))), table.shape[1]
+    units, layers = devices.in_units(usable), table.shape[1]
     best = np.full((layers + 1, units.total + 1), np.inf)
     best[layers, 0] = 0.0
     for k, z, first, end, low, high in _turns(usable, units):
@@ -146,7 +151,7 @@ def exact(table: Limited, devices: Devices, combine: np.ufunc) -> np.ndarray:
 
     Infinite for those d that lead to no choice on all devices.
     """
-    units = devices.in_units(table.usable.any(axis=(1, 2)))
+    units = devices.in_units(table.usable)
     _, layers, _, places = table.costs.shape
     best = np.full((layers + 1, places + 1, units.total + 1), np.inf)
     best[layers, 0, 0] = 0.0
@@ -160,7 +165,7 @@ def exact(table: Limited, devices: Devices, combine: np.ufunc) -> np.ndarray:
 
 def stages_of(best: np.ndarray, table: Limited, *, devices: Devices, count: int, combine: np.ufunc) -> Stages:
     """The stages that attain F(count, 0, D): the earliest cut at each turn, then the earliest option."""
-    units = devices.in_units(table.usable.any(axis=(1, 2)))
+    units = devices.in_units(table.usable)
     sizes, layers, k, d, found = units.sizes, table.costs.shape[1], 0, units.total, []
     for r in range(count, 0, -1):
         options = [z for z in range(len(sizes)) if units.fits(z, d)]

@@ -60,6 +60,17 @@ def find_work(program: Program, catalogue: Catalogue, *, among: Container[Equati
     return Work(divided_s, launches_s)
 
 
+def find_seconds_by_lengths(program: Program, catalogue: Catalogue) -> dict[frozenset[int], float]:
+    """The seconds of `Work.divided_s`, by the lengths of all dimensions of an operation's operands and results."""
+    traffic = catalogue.rules.traffic(program) if catalogue.cluster.device.fuses else {}
+    found: dict[frozenset[int], float] = {}
+    for eqn, trips in _run(program.equations, 1.0):
+        lengths = frozenset(length for v in (*eqn.invars, *eqn.outvars) for length in v.aval.shape) - {0}
+        each_s, _ = catalogue.whole_seconds(eqn, traffic=traffic.get(eqn))
+        found[lengths] = found.get(lengths, 0.0) + trips * each_s
+    return found
+
+
 def find_flops(program: Program, catalogue: Catalogue) -> tuple[float, float]:
     """(floating-point operations of a program's contractions and convolutions, their seconds at one device's peak)."""
     flops = at_peak_s = 0.0

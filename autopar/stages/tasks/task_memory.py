@@ -71,6 +71,10 @@ class TaskMemories:
         """Input and weight gradients are two tasks."""
         return self._find(split_backward=True)
 
+    def reckon_split(self) -> None:
+        """Reckon the memory with a split backward now, where the assignment is at hand: a fork sends what it has reckoned."""
+        _ = self.split
+
     def _find(self, *, split_backward: bool) -> TaskMemory:
         program, assignment = self._program, self._assignment
         if loop_of(assignment.program) is None:
