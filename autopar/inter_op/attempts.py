@@ -67,7 +67,7 @@ class Attempts:
     @property
     def is_early(self) -> bool:
         """Whether less than half of the time is used, so that a way that promises little may be looked at."""
-        return self._request.budget.elapsed_s < self._request.budget.seconds_left
+        return self._request.budget.used < 0.5
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:

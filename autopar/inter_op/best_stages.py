@@ -201,12 +201,8 @@ class BestStages:
         """
         if way.microbatches in self._costs.counts:
             return seconds
-        return seconds * (1 + (self._tuning.worth_early if self.is_early else self._tuning.worth_late))
-
-    @property
-    def is_early(self) -> bool:
-        """Whether less than a third of the time is used."""
-        return 2 * self._budget.elapsed_s < self._budget.seconds_left
+        is_early = self._budget.used < self._tuning.early
+        return seconds * (1 + (self._tuning.worth_early if is_early else self._tuning.worth_late))
 
     def solve(
         self, way: Timetable, *, num_stages: int | None = None, explain: bool = False, costs: CostTable | None = None

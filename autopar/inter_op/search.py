@@ -305,22 +305,20 @@ class _StageSearch:
         return len(choice.stages) == 1 or (math.isinf(self.beat_s) and not self.stages.is_planned(way, choice))
 
     def _plan_neighbour(self, best: Timetable, choices: Mapping[Timetable, StageChoice]) -> bool:
-        """Plan the number of microbatches below or above the best one if its estimate is near; whether there was one.
+        """Early, plan the number of microbatches below or above the best one if its estimate is near; whether there was one.
 
-        The first such number is planned in any case, so that latencies are known. Late, none is that does not promise more.
+        The first such number is planned in any case, so that latencies are known.
         """
-        if not self.stages.is_early:
+        if self.budget.used >= self.tuning.early:
             return False
         counts, near_s = self.costs.counts, (1 + self.tuning.near) * choices[best].step_s
         numbers = sorted({way.microbatches for way in self.stages.ways})
-        place = numbers.index(best.microbatches)
+        place, below_s = numbers.index(best.microbatches), math.inf if len(counts) == 1 else near_s
         for number in (*numbers[max(0, place - 1) : place], *numbers[place + 1 : place + 2]):
-            ways = [way for way in self.stages.ways if way.microbatches == number]
-            if number not in counts:
-                near = self.stages.solve_below(ways, math.inf if len(counts) == 1 else near_s)
-                if near:
-                    nearest = min(near, key=lambda choice: choice.step_s)
-                    return self.costs.plan_more(number, [stage.submesh for stage in nearest.stages])
+            near = [] if number in counts else self.stages.solve_below(self.stages.with_count(number), below_s)
+            if near:
+                nearest = min(near, key=lambda choice: choice.step_s)
+                return self.costs.plan_more(number, [stage.submesh for stage in nearest.stages])
         return False
 
     def _plan_otherwise_divided(self, best: Timetable, choice: StageChoice) -> bool:

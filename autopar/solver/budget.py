@@ -137,6 +137,12 @@ class Budget:
         return time.monotonic() - self._started
 
     @property
+    def used(self) -> float:
+        """The part of its seconds that is over, between 0 and 1; 0 without such a limit."""
+        left_s = self.seconds_left
+        return self.elapsed_s / (self.elapsed_s + left_s) if left_s else 1.0
+
+    @property
     def seconds_left(self) -> float:
         """Seconds of wall time until it is over at the latest; infinite without such a limit."""
         own = max(0.0, self._ends - time.monotonic())

@@ -3,6 +3,8 @@
 import math
 import types
 
+import pytest
+
 from autopar.errors import OutOfMemoryError
 from autopar.inter_op import best_stages
 from autopar.inter_op.best_stages import BestStages, Unsolved
@@ -91,11 +93,11 @@ def test_one_schedule_of_one_number_of_microbatches_is_settled_before_others_are
 
 def test_what_is_only_estimated_need_promise_less_while_there_is_time():
     costs = types.SimpleNamespace(impossible=set(), counts={4})
-    budget = types.SimpleNamespace(elapsed_s=0.9, seconds_left=2.0)
+    budget = types.SimpleNamespace(used=0.9 * TUNING.early)
     stages = BestStages(costs, WAYS, None, processes=1, budget=budget, tuning=TUNING)
     assert stages.handicap(WAYS[2], 1.0) == 1.0
     assert stages.handicap(WAYS[3], 1.0) == 1 + TUNING.worth_early
-    budget.elapsed_s = 1.1
+    budget.used = TUNING.early
     assert stages.handicap(WAYS[3], 1.0) == 1 + TUNING.worth_late
     assert TUNING.worth_early < TUNING.worth_late
 
@@ -108,3 +110,17 @@ def test_what_does_not_fit_is_explained_beside_ways_that_were_given_up(monkeypat
     stages.outcomes = {WAYS[0]: SlowerStages(1.0), WAYS[1]: too_large}
     monkeypatch.setattr(BestStages, "solve", lambda stages, way, **options: stages.outcomes[way])
     assert stages.explain() is too_large.error
+
+
+@pytest.mark.parametrize("used", [0.0, TUNING.early])
+def test_late_no_number_of_microbatches_is_planned_for_being_next_to_the_best(used):
+    """What it promises is more than what the best takes; early it may show what latencies are."""
+    near = types.SimpleNamespace(step_s=1.1, stages=[types.SimpleNamespace(submesh=(1, 2))])
+    planned = []
+    stages = types.SimpleNamespace(ways=WAYS, with_count=lambda count: [], solve_below=lambda ways, below_s: [near])
+    costs = types.SimpleNamespace(counts={4}, plan_more=lambda *asked: not planned.append(asked))
+    budget = types.SimpleNamespace(used=used)
+    search = _StageSearch(costs=costs, stages=stages, rules=None, beat_s=math.inf, budget=budget, tuning=TUNING)
+    is_early = used < TUNING.early
+    assert search._plan_neighbour(WAYS[2], {WAYS[2]: types.SimpleNamespace(step_s=1.0)}) is is_early
+    assert len(planned) == is_early

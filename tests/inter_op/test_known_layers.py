@@ -123,6 +123,16 @@ def test_a_layer_takes_as_many_times_longer_as_the_one_that_repeats_and_keeps_as
     assert known.figures(4, 0, 1).residual_bytes == 4.0, "on fewer devices there may be no more"
 
 
+def test_what_is_known_on_some_devices_is_known_on_more_that_a_layer_can_use_no_better(monkeypatch):
+    monkeypatch.setattr(
+        Layers, "useful_devices", lambda _, layer, devices: devices // 3 if devices % 3 == 0 else devices
+    )
+    known = KnownLayers(examples=64)
+    known.begin(4, Layers(), {1}, others_on=1)
+    known.add(4, 2, (1, 2, 3, 4, 6, 12))
+    assert known.sizes == {4: {1, 2, 3, 6}}
+
+
 def test_in_another_number_of_microbatches_it_scales_from_the_nearest_place():
     known = KnownLayers(examples=64)
     known.begin(4, Layers(), {1, 8}, others_on=1)

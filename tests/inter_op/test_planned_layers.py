@@ -62,6 +62,49 @@ def test_an_error_of_what_nobody_asked_for_is_raised_when_somebody_does():
         layers.plan({1, 4})
 
 
+def test_a_layer_alone_has_all_processes_and_several_have_one_each():
+    given = []
+
+    def planner(program, request):
+        given.append((request.meshes[0].size, request.processes))
+        return plan_program(program, request)
+
+    layers = layers_of(2, planner)
+    layers.plan({2}, others=())
+    assert given == [(2, 2)]
+    given.clear()
+    layers.plan({1, 4}, others=())
+    assert {processes for _, processes in given} == {1}, "forks do not fork"
+    alone = layers_of(1, planner)
+    alone.plan({2}, others=())
+    assert alone.figures(alone.common, 2) == layers.figures(layers.common, 2)
+
+
+@pytest.mark.parametrize(("joined", "useful"), [(32, 4), (48, 4), (1536, 12)])
+def test_devices_that_divide_little_of_a_layer_s_work_are_of_no_use_to_it(joined, useful):
+    """Three divide two products of ten, which are a quarter of the work, or most of it."""
+
+    def step(weights, x):
+        def loss_of(weights):
+            y = x
+            for wide, narrow, square in weights:
+                y = (y @ wide) @ narrow
+                for _ in range(8):
+                    y = jnp.tanh(y @ square)
+            return jnp.mean(y**2)
+
+        loss, gradients = jax.value_and_grad(loss_of)(weights)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, weights, gradients), loss
+
+    three = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((32, joined), (joined, 32), (32, 32)))
+    loop = make_time_loop(traced_step([three] * LAYERS, jax.ShapeDtypeStruct((1024, 32), jnp.float32), step), 4)
+    request = request_on(preset("cpu"))
+    places = LayerCosts(lambda _: loop, 4, request, [(1, 1)]).of(4).places
+    layers = PlannedLayers(loop, places, request)
+    assert layers.useful_devices(1, 4) == 4
+    assert layers.useful_devices(1, 12) == useful
+
+
 def test_weights_in_16_bits_count_in_every_layer():
     """They are made once, and are there as long as the loop over microbatches runs."""
 

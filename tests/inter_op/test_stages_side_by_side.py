@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from autopar.cost_model.hardware import preset
 from autopar.inter_op.plan_stages import StageRequest, plan_stages
 from autopar.layouts.mesh import LogicalMesh
+from autopar.schedules.in_flight import InFlight
+from autopar.schedules.schedules import make_schedule
 from tests.inter_op.test_search import request_on, traced_step
 
 WIDTHS = (8, 16, 32, 24, 12)
@@ -19,13 +21,15 @@ STAGES = 4
 NUMBERS = ("forward_s", "backward_s", "split_s", "once_s", "peak_bytes")
 
 
-def staged_by(processes):
+def staged_by(processes, **wanted):
     """Four different stages on two devices each, planned by so many processes."""
     weights = [jax.ShapeDtypeStruct(sizes, jnp.float32) for sizes in itertools.pairwise(WIDTHS)]
     traced = traced_step(weights, jax.ShapeDtypeStruct((16, WIDTHS[0]), jnp.float32))
     request = dataclasses.replace(request_on(preset("cpu")), processes=processes)
-    wanted = StageRequest(meshes=((LogicalMesh.of((2,)),),) * STAGES, num_stages=STAGES, num_microbatches=4)
-    return plan_stages(traced, wanted, request)
+    if "memory_limit_bytes" in wanted:
+        request = dataclasses.replace(request, memory_limit_bytes=wanted.pop("memory_limit_bytes"))
+    meshes = ((LogicalMesh.of((2,)),),) * STAGES
+    return plan_stages(traced, StageRequest(meshes=meshes, num_stages=STAGES, num_microbatches=4, **wanted), request)
 
 
 def figures(stage):
@@ -50,3 +54,25 @@ def test_stages_of_two_processes_are_those_of_one():
     assert [figures(stage) for stage in together.stages] == [figures(stage) for stage in alone.stages]
     for one, other in zip(together.stages, alone.stages, strict=True):
         assert list(one.assignment.strategies.values()) == list(other.assignment.strategies.values())
+
+
+def test_forks_reckon_what_split_schedules_will_ask_if_the_stage_may_fit_there():
+    """Who gets a stage from a fork has no assignment, and makes one anew to reckon the tasks."""
+    split = InFlight(make_schedule("zb-h1", num_meshes=STAGES, num_microbatches=4))
+
+    def reckoned(staged):
+        return ["split" in vars(stage.memory.tasks) for stage in staged.stages]
+
+    assert reckoned(staged_by(2)) == [False] * STAGES
+    staged = staged_by(2, also=(split,))
+    assert reckoned(staged) == [True] * STAGES
+    assert sum("step" in vars(stage.program) for stage in staged.stages) < STAGES, "nor did it trace the programs"
+    crowded = InFlight(make_schedule("gpipe", num_meshes=STAGES, num_microbatches=1024))
+    limit = 2 * max(stage.peak_bytes for stage in staged.stages)
+    flying = [
+        stage.memory.kept_bytes - stage.memory.late_bytes + stage.memory.flying_bytes(crowded)
+        for stage in staged.stages
+    ]
+    assert any(there > limit for there in flying), "otherwise the limit rules out none"
+    tight = staged_by(2, also=(crowded,), memory_limit_bytes=limit)
+    assert reckoned(tight) == [there <= limit for there in flying]

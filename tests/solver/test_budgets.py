@@ -186,3 +186,18 @@ def test_what_a_clock_leaves_is_known_before_it_counts(monkeypatch: pytest.Monke
     assert own.clock_left_s == 0.0
     assert not own.is_late
     assert Budget().clock_left_s == math.inf
+
+
+def test_a_budget_says_which_part_of_its_seconds_is_over(monkeypatch):
+    now = [10.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    budget, endless = Budget(seconds=8.0), Budget()
+    assert (budget.used, endless.used) == (0.0, 0.0)
+    now[0] = 12.0
+    part = budget.part(0.5)
+    assert (budget.used, endless.used, part.used) == (0.25, 0.0, 0.0)
+    now[0] = 14.0
+    assert (budget.used, part.used) == (0.5, pytest.approx(2 / 3))
+    now[0] = 30.0
+    assert budget.used == 1.0
+    assert Budget(seconds=0.0).used == 1.0

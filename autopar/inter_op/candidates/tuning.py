@@ -79,12 +79,14 @@ class Tuning:
     worth: float = 0.03
     """Relative gain that an estimate must promise before a timetable is planned. Sums of layers are up to 3 % off
     (`benchmarks/layer_sums.py`), so a smaller gain may be none."""
+    early: float = 1 / 3
+    """The part of the search's time in which other numbers of microbatches are planned for little."""
     worth_early: float = 0.01
-    """The same while less than a third of the time is used. GPT-2.6B on 8 V100s (`benchmarks/weak_scaling.py`) was planned in 64
+    """The same while it is `early`. GPT-2.6B on 8 V100s (`benchmarks/weak_scaling.py`) was planned in 64
     microbatches in 14 s; 512 promised 1.6 % less, and keep that. When the clock ends the search, stages on equal submeshes may
     take so much longer than unlike ones: GPT-39B takes 347 s in equal ones and 337 s in others, which are planned as fast."""
     worth_late: float = 0.05
-    """The same once a third of the time is used: of what other numbers of microbatches promised then, a third was kept, and
+    """The same later: of what other numbers of microbatches promised then, a third was kept, and
     numbers next to the best one that promised nothing kept nothing (`benchmarks/weak_scaling.py`, `planning_ordinary.py`)."""
     near: float = 0.15
     """Relative excess over the best within which an estimate is planned all the same: of a number of microbatches next to the

@@ -12,6 +12,7 @@ import pytest
 
 from autopar.errors import ArgumentError, OutOfMemoryError
 from autopar.inter_op.dynamic_program.choose_stages import choose_faster_stages, choose_stages
+from autopar.inter_op.dynamic_program.families import families_of
 from autopar.inter_op.dynamic_program.problem import CostTable, Manual, RuledOut, StageChoice, StageCost, StageProblem
 from autopar.inter_op.dynamic_program.recursion import exact
 from autopar.inter_op.dynamic_program.submeshes import submeshes
@@ -106,6 +107,21 @@ def test_the_choice_is_the_best_of_all_for_every_small_cluster_and_number_of_lay
             rng = np.random.default_rng([layers, batches, int(whole), *cluster])
             costs = table_of(rng, layers, len(options), whole=whole)
             assert_best(problem_of(costs, options, cluster, batches, schedule, chunks, memory))
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
+def test_what_a_family_takes_at_least_is_a_bound_and_no_family_that_fits_is_left(schedule, chunks):
+    """Families that take longer than the best are left unlooked at."""
+    options, bounds = submeshes(2, 4), 0
+    for seed, memory in itertools.product(range(12), (math.inf, 9.0)):
+        costs = table_of(np.random.default_rng(seed), 4, len(options))
+        problem = problem_of(costs, options, (2, 4), 4, schedule, chunks, memory)
+        for family in families_of(problem, Manual()):
+            meshes = sorted({count // family.chunks for count in family.counts})
+            best = [found[0] for one in meshes if (found := brute_force(problem, Manual(num_stages=one))) is not None]
+            assert family.least_step_s <= min(best, default=math.inf) * (1 + 1e-12)
+            bounds += math.isfinite(family.least_step_s)
+    assert bounds
 
 
 @pytest.mark.parametrize("cluster", [(2, 4), (4, 2), (3, 2), (2, 2)])
