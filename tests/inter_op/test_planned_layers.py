@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -10,7 +12,10 @@ from autopar.cost_model.hardware import preset
 from autopar.errors import ConstraintError
 from autopar.inter_op.layer_costs import LayerCosts
 from autopar.inter_op.plan_stage import plan_program
-from autopar.inter_op.planned_layers import PlannedLayers
+from autopar.inter_op.planned_layers import PlannedLayers, layer_meshes
+from autopar.intra_op.compare_meshes import MeshComparison
+from autopar.intra_op.planner import plan_way
+from autopar.intra_op.shared_search import SharedSearch
 from autopar.stages.time_loops import make_time_loop
 from tests.inter_op.test_search import request_on, traced_step
 
@@ -78,6 +83,27 @@ def test_a_layer_alone_has_all_processes_and_several_have_one_each():
     alone = layers_of(1, planner)
     alone.plan({2}, others=())
     assert alone.figures(alone.common, 2) == layers.figures(layers.common, 2)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_meshes_of_a_layer_are_looked_at_side_by_side_and_those_of_a_small_step_one_after_the_other(
+    monkeypatch, processes
+):
+    raw, together = MeshComparison._look_at, []
+
+    def look_at(comparison, meshes):
+        together.append(len(meshes))
+        raw(comparison, meshes)
+
+    monkeypatch.setattr(MeshComparison, "_look_at", look_at)
+    layers = layers_of(processes, plan_program)
+    layers.plan({4}, others=())
+    assert together[0] == processes
+    program = layers._program(layers.common)
+    request = dataclasses.replace(layers._request, meshes=layer_meshes(4, layers._request.cluster, 2))
+    together.clear()
+    plan_way(program.step, request, SharedSearch())
+    assert {*together} <= {0, 1}
 
 
 @pytest.mark.parametrize(("joined", "useful"), [(32, 4), (48, 4), (1536, 12)])

@@ -7,13 +7,17 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from autopar.cost_model.hardware import preset
+from autopar.inter_op import plan_pipeline, search_pipeline
+from autopar.inter_op.candidates.timetables import Timetable
+from autopar.inter_op.plan_pipeline import PipelineWishes
 from autopar.inter_op.plan_stages import StageRequest, plan_stages
 from autopar.layouts.mesh import LogicalMesh
 from autopar.schedules.in_flight import InFlight
-from autopar.schedules.schedules import make_schedule
-from tests.inter_op.test_search import request_on, traced_step
+from autopar.schedules.schedules import NAMED_SCHEDULES, make_schedule
+from tests.inter_op.test_search import arguments, request_on, traced_step, two_nodes
 
 WIDTHS = (8, 16, 32, 24, 12)
 """Of layers of which no two are alike."""
@@ -76,3 +80,36 @@ def test_forks_reckon_what_split_schedules_will_ask_if_the_stage_may_fit_there()
     assert any(there > limit for there in flying), "otherwise the limit rules out none"
     tight = staged_by(2, also=(crowded,), memory_limit_bytes=limit)
     assert reckoned(tight) == [there <= limit for there in flying]
+
+
+@pytest.mark.parametrize("schedule", ["auto", "1f1b"])
+@pytest.mark.parametrize("module", [plan_pipeline, search_pipeline])
+def test_schedules_that_split_the_backward_ask_where_they_are_compared(monkeypatch, module, schedule):
+    """Given stages, and stages that are searched: what is asked of the forks is what `plan_in_other_schedules` will need."""
+    asked = []
+
+    class PlannedError(Exception):
+        """Enough is known."""
+
+    def plan(traced, wanted, request, recompute, **options):
+        asked.append(wanted)
+        raise PlannedError
+
+    monkeypatch.setattr(module, "plan_with_recomputation", plan)
+    wishes = PipelineWishes(num_stages=2, num_microbatches=4, schedule=schedule)
+    traced, request = traced_step(*arguments(64)), request_on(two_nodes())
+    ways = {
+        plan_pipeline: lambda: plan_pipeline.plan_pipeline(traced, wishes, Timetable(4, "1f1b"), request, devices=4),
+        search_pipeline: lambda: search_pipeline.search_pipeline(traced, wishes, request, devices=4, num_stages=2),
+    }
+    with pytest.raises(PlannedError):
+        ways[module]()
+    split = [one.is_split for wanted in asked for one in wanted.also]
+    is_first_split = NAMED_SCHEDULES[asked[0].in_flight.schedule.name].is_split
+    assert split == ([True] if schedule == "auto" and not is_first_split else [])
+
+
+def test_a_schedule_that_is_split_itself_or_interleaved_asks_nobody():
+    assert [one.schedule.num_microbatches for one in plan_pipeline.in_flight_if_split(Timetable(4, "1f1b"), 2)] == [4]
+    assert plan_pipeline.in_flight_if_split(Timetable(4, "zb-h1"), 2) == ()
+    assert plan_pipeline.in_flight_if_split(Timetable(4, "interleaved", 2), 2) == ()
