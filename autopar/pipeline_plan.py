@@ -131,6 +131,8 @@ class PipelinePlan(Presented):
         planning_s: seconds that planning took.
         recompute: whether the backward pass repeats forward work; the stages say how much of it.
         keeps_named: whether it keeps values that `jax.ad_checkpoint.checkpoint_name` names.
+        phases_from: the number of microbatches whose phases, before, in and after the loop over microbatches, were taken over;
+            None: they were sought for this number.
         scan_cuts: for each stack of scanned layers, the layers at which its range is divided between stages.
         compared: the numbers of microbatches and schedules, if several were compared.
         ended_early: whether planning ended before everything was compared, as its time was over or it was stopped.
@@ -158,6 +160,7 @@ class PipelinePlan(Presented):
     planning_s: float
     recompute: bool = False
     keeps_named: bool = False
+    phases_from: int | None = None
     scan_cuts: tuple[tuple[int, ...], ...] = ()
     compared: tuple[Alternative, ...] = ()
     ended_early: bool = False

@@ -76,6 +76,7 @@ def describe_pipeline(traced: TracedStep, staged: Staged, schedule: Schedule, re
         bubble=work.bubble,
         memory_limit_bytes=_memory_limit(staged, request),
         planning_s=0.0,
+        phases_from=staged.cut.loop.plan.taken_from,
         scan_cuts=staged.split.cuts,
         assumed_finite=staged.stages[0].program.cut.loop.plan.assumed_finite,
     )

@@ -213,7 +213,9 @@ def restore_pipeline(traced: TracedStep, plan: PipelinePlan, request: PlanReques
         homes=homes_of(plan),
         kinds=_kinds_of_plan(plan, request),
     )
-    return PlannedPipeline(traced, plan, restore_stages(traced, [s.plan for s in plan.stages], wanted, request))
+    plans = [stage.plan for stage in plan.stages]
+    staged = restore_stages(traced, plans, wanted, request, phases_from=plan.phases_from)
+    return PlannedPipeline(traced, plan, staged)
 
 
 def _kinds_of_plan(plan: PipelinePlan, request: PlanRequest) -> tuple[KindOfNodes, ...]:

@@ -51,7 +51,7 @@ from autopar.stages.segments import StageCut
 from autopar.stages.split_scans import SplitStep, split_scans
 from autopar.stages.tasks.mesh_memory import fit_together, own_limits
 from autopar.stages.tasks.stage_program import StageProgram, program_of_stage
-from autopar.stages.time_loops import make_divided_loop
+from autopar.stages.time_loops import make_divided_loop, make_loops
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -206,11 +206,19 @@ def _plan_follower(
     return planned.stage
 
 
-def restore_stages(traced: TracedStep, plans: Sequence[Plan], wanted: StageRequest, request: PlanRequest) -> Staged:
-    """The stages that a plan describes, without solving."""
+def restore_stages(
+    traced: TracedStep,
+    plans: Sequence[Plan],
+    wanted: StageRequest,
+    request: PlanRequest,
+    *,
+    phases_from: int | None = None,
+) -> Staged:
+    """The stages that a plan describes, without solving. `phases_from`: see `PipelinePlan`."""
     assert wanted.cuts is not None
-    split = _split_scans(traced, wanted)
-    cut = _cut(make_divided_loop(split, wanted.num_microbatches), wanted.cuts, wanted)
+    split, count = _split_scans(traced, wanted), wanted.num_microbatches
+    loop = make_loops(split, phases_from or count)(count)
+    cut = _cut(loop, wanted.cuts, wanted)
     stages = []
     for number, plan in enumerate(plans):
         program, kind = program_of_stage(cut, number), wanted.kind_of(number)

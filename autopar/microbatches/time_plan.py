@@ -22,12 +22,14 @@ class TimePlan:
     """See the module's text. `phases` holds the equations of the outermost level; strategies are those of `assignment`.
 
     `is_of_finite`: it was sought under rules by which products are linear in each factor, as they are of finite numbers.
+    `taken_from`: the number of microbatches whose phases it took over, as others may be as good; None if it has its own.
     """
 
     microbatches: int
     phases: Mapping[Equation, Phase]
     assignment: Assignment
     is_of_finite: bool = False
+    taken_from: int | None = None
 
     @functools.cached_property
     def estimates(self) -> frozenset[Var]:

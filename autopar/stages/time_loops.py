@@ -6,6 +6,7 @@ loop, so it cannot run as a pipeline of several microbatches. The error names th
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 
 from autopar.compat import source_line
@@ -56,6 +57,8 @@ def make_time_loop(
     plan = plan_phases(traced, num_microbatches, late_sums=True, known=known, like=like, finite=finite)
     if isinstance(plan, MixedExamples):
         raise not_cut(plan, num_microbatches)
+    if like is not None:
+        plan = dataclasses.replace(plan, taken_from=like.microbatches)
     for eqn in plan.of_phase("prologue"):
         call = first_call(eqn)
         if call is not None:
