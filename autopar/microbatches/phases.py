@@ -150,10 +150,10 @@ def phases_of(
     phases = {n.equation: problem.phase(v, found.numbers[v]) for v, n in enumerate(graph.nodes) if n.equation}
     phases |= {n.loop: problem.phase(v, found.numbers[v]) for v, n in enumerate(graph.nodes) if n.loop}
     return TimePlan(
-        microbatches,
-        {eqn: phases.get(eqn, "epilogue") for eqn in traced.program.equations},
-        assign(graph, [problem.strategy(v, p) for v, p in enumerate(found.numbers)]),
-        finite,
+        microbatches=microbatches,
+        phases={eqn: phases.get(eqn, "epilogue") for eqn in traced.program.equations},
+        assignment=assign(graph, [problem.strategy(v, p) for v, p in enumerate(found.numbers)]),
+        is_of_finite=finite,
     )
 
 

@@ -17,7 +17,7 @@ from autopar.rules.table import linear_if_finite, rule_for
 Phase = Literal["prologue", "body", "epilogue"]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class TimePlan:
     """See the module's text. `phases` holds the equations of the outermost level; strategies are those of `assignment`.
 
