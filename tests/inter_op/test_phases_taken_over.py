@@ -68,3 +68,13 @@ def test_a_loop_with_phases_of_its_own_says_so():
     loops = make_loops(split, 4)
     assert [loops(count).plan.taken_from for count in (4, 8, 2)] == [None, 4, 4]
     assert make_divided_loop(split, 8).plan.taken_from is None
+
+
+def test_a_plan_of_an_open_search_is_loaded_from_its_file():
+    """The search begins with 8 microbatches and ends with 2."""
+    subject = find_subject("llama", {"layers": 4, "hidden": 64, "heads": 4, "seq": 16, "batch": 64})
+    given = {"devices": 4, "cluster": two_nodes()}
+    plan = autopar.parallelize(subject.step, **given).plan(subject.state, subject.batch)
+    assert plan.phases_from not in (None, plan.num_microbatches), "otherwise this shows nothing"
+    kept = autopar.plan_from_json(plan.to_json())
+    assert autopar.parallelize(subject.step, plan=kept, **given).plan(subject.state, subject.batch) == kept
