@@ -86,8 +86,8 @@ class Tuning:
     microbatches in 14 s; 512 promised 1.6 % less, and keep that. When the clock ends the search, stages on equal submeshes may
     take so much longer than unlike ones: GPT-39B takes 347 s in equal ones and 337 s in others, which are planned as fast."""
     worth_late: float = 0.05
-    """The same later: of what other numbers of microbatches promised then, a third was kept, and
-    numbers next to the best one that promised nothing kept nothing (`benchmarks/weak_scaling.py`, `planning_ordinary.py`)."""
+    """The same later. Numbers that promised a tenth less then kept a third of it or all, and those that promised up to 4 % less
+    kept nothing (`benchmarks/weak_scaling.py`, `benchmarks/planning_ordinary.py`)."""
     near: float = 0.15
     """Relative excess over the best within which an estimate is planned all the same: of a number of microbatches next to the
     best one, or of stages that have to beat one mesh. The estimate assumes equal stages, and unequal ones may idle less."""

@@ -69,7 +69,7 @@ class Limited:
         return cls(costs=costs, measured=costs, most=math.inf, usable=np.isfinite(costs).any(axis=3))
 
     def of(self, option: int, layer: int, first: int, end: int, places: int) -> np.ndarray:
-        """The costs (j, r - 1) at the last `places` of stages that begin with a layer and end before those from `first` on.
+        """The costs (j, r - 1) of the stages that begin with `layer`, for j from `first` to `end` - 1, at the last `places`.
 
         Infinite where the limit is exceeded.
         """
@@ -86,8 +86,8 @@ class Limited:
 def _turns(usable: np.ndarray, units: Devices) -> Iterator[tuple[int, int, int, int, int, int]]:
     """All steps of the recursion, the last layers first.
 
-    Each is of stages from a layer k on an option z, behind which stages begin with layers from `first` to `end` - 1, and which
-    are, with these, on from `low` to `high` - 1 units: (k, z, first, end, low, high). `usable`: booleans (option, k, j).
+    Each is (k, z, first, end, low, high): the stages of layers k to j - 1 on option z, for j from `first` to `end` - 1. `low` to
+    `high` - 1 are the units that such a stage and all stages behind it may have together. `usable`: booleans (option, k, j).
     """
     options, layers, ends = usable.shape
     sizes, reach = np.array(units.sizes), np.array(units.reach).reshape(options, 2)
