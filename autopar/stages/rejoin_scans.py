@@ -16,17 +16,21 @@ from autopar.program.loops import LoopEquation
 from autopar.stages.chain import ForwardEquation, forward_chain
 from autopar.stages.scan_stacks import ForwardWork, ScanCuts, find_stacks, forward_work
 from autopar.stages.split_scans import SplitStep, split_scans
-from autopar.stages.time_loops import make_divided_loop
+from autopar.stages.time_loops import make_loops
 
 
 def rejoin_scans(split: SplitStep, loop: TimeLoop, cuts: Sequence[int]) -> tuple[SplitStep, TimeLoop, tuple[int, ...]]:
-    """Put the pieces of each stage's layers together again; returns the step, its loop and its cuts."""
+    """Put the pieces of each stage's layers together again; returns the step, its loop and its cuts.
+
+    The loop has the phases that the layers had: for another number of microbatches they may be others.
+    """
     chain = forward_chain(loop)
     needed = _needed(split, chain, cuts)
     if needed is None or needed == split.cuts:
         return split, loop, tuple(cuts)
     coarse = split_scans(split.whole, needed)
-    again = make_divided_loop(coarse, loop.plan.microbatches)
+    count, phases_from = loop.plan.microbatches, loop.plan.taken_from
+    again = make_loops(coarse, phases_from or count)(count)
     return coarse, again, _same_places(chain, forward_chain(again), cuts)
 
 

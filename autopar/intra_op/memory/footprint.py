@@ -72,14 +72,16 @@ def footprint_of(
     order = folding.running if block.compiler.keeps_order else _order_breadth_first(folding)
     starts, steps, inner = _steps(order, values)
     apart = {folding.original(v) for v in elsewhere} | _ends_in_place(order, folding, block)
-    waiting = {folding.original(v) for v in unwritten}
-    ends = [*starts, steps]
+    results = {folding.original(v) for v in unwritten}
+    last_reads = _last_reads(order, folding)
+    begun = _begun_in_results(order, folding, last_reads, results)
+    waiting, ends = results | begun.keys(), [*starts, steps]
     spans = [
         Span(v, starts[birth], min(ends[min(death + 1, len(order))], steps) - 1)
-        for v, (birth, death) in _lifetimes(order, folding, values, waiting).items()
-        if v not in apart and death >= birth
+        for v, (birth, death) in _lifetimes(order, folding, values, last_reads, waiting).items()
+        if v not in apart and v not in begun and death >= birth
     ]
-    lent = [*_lent_arguments(order, folding, places or {}, ends), *_lent_results(order, waiting, starts)]
+    lent = [*_lent_arguments(order, folding, places or {}, ends), *_lent_results(order, results, begun, starts)]
     return Footprint((*spans, *inner), steps, tuple(lent))
 
 
@@ -93,10 +95,29 @@ def _lent_arguments(
         yield Lent(value=v, free_after=number, free_until=free_until, copy=Span(v, number, ends[last + 1] - 1))
 
 
-def _lent_results(order: Sequence[Operation], unwritten: Collection[int], starts: Sequence[int]) -> Iterator[Lent]:
-    """The memory of results before they are made."""
+def _begun_in_results(
+    order: Sequence[Operation], folding: Folding, last_reads: Mapping[int, int], results: Collection[int]
+) -> dict[int, int]:
+    """Values in whose memory loops go on to make results, each with its result: a stack of zeros lies where the rows will be."""
+    found: dict[int, int] = {}
+    made = {v for op in order for v in op.outputs}
+    for at, op in reversed([*enumerate(order)]):
+        for out, over in zip(op.outputs, op.over, strict=bool(op.over)):
+            result, start = found.get(out, out), folding.original(over)
+            if result in results and start in made and start not in results and last_reads[start] == at:
+                found[start] = result
+    return found
+
+
+def _lent_results(
+    order: Sequence[Operation], results: Collection[int], begun: Mapping[int, int], starts: Sequence[int]
+) -> Iterator[Lent]:
+    """The memory of results before anything of them is made; see `_begun_in_results`."""
+    first: dict[int, int] = {}
     for start, op in zip(starts, order, strict=True):
-        yield from (Lent(value=v, free_after=-1, free_until=start - 1) for v in op.outputs if v in unwritten)
+        for v in op.outputs:
+            first.setdefault(begun.get(v, v), start)
+    return (Lent(value=v, free_after=-1, free_until=first[v] - 1) for v in first if v in results)
 
 
 def _as_compiled(block: Block, values: Sequence[Value]) -> Block:
@@ -113,24 +134,32 @@ def _ends_in_place(order: Sequence[Operation], folding: Folding, block: Block) -
     return {v for v in made if v in folding.maker}
 
 
+def _last_reads(order: Sequence[Operation], folding: Folding) -> dict[int, int]:
+    """For each buffer the number of the last operation that needs it, its maker at least; one more than all for outputs."""
+    found = {v: at for at, op in enumerate(order) for v in op.outputs}
+    for at, op in enumerate(order):
+        found.update((v, at) for v in folding.reads[op] if v in found)
+    found.update((v, len(order)) for v in folding.ends if v in found)
+    return found
+
+
 def _lifetimes(
-    order: Sequence[Operation], folding: Folding, values: Sequence[Value], unwritten: Collection[int]
+    order: Sequence[Operation],
+    folding: Folding,
+    values: Sequence[Value],
+    last_reads: Mapping[int, int],
+    unwritten: Collection[int],
 ) -> dict[int, tuple[int, int]]:
     """For each buffer the numbers of the operation that makes it and of the last that needs it; one more than all for outputs.
 
     What has memory that was `unwritten` takes no other buffer's place.
     """
-    birth = {v: at for at, op in enumerate(order) for v in op.outputs}
-    death = dict(birth)
-    for at, op in enumerate(order):
-        death.update((v, at) for v in folding.reads[op] if v in birth)
-    death.update((v, len(order)) for v in folding.ends if v in birth)
-    last_reads: dict[int, set[int]] = collections.defaultdict(set)
+    death, read_at = dict(last_reads), collections.defaultdict[int, set[int]](set)
     for v, at in death.items():
-        last_reads[at].add(v)
+        read_at[at].add(v)
     for at, op in enumerate(order):
-        death.update((v, at - 1) for v in _written_over(op, folding, values, last_reads[at], unwritten))
-    return {v: (at, death[v]) for v, at in birth.items()}
+        death.update((v, at - 1) for v in _written_over(op, folding, values, read_at[at], unwritten))
+    return {v: (at, death[v]) for at, op in enumerate(order) for v in op.outputs}
 
 
 def _steps(order: Sequence[Operation], values: Sequence[Value]) -> tuple[list[int], int, list[Span]]:
