@@ -46,6 +46,7 @@ from autopar.stages.even_cuts import choose_cuts
 from autopar.stages.follow import Following, leaves_at, place_by_leaves
 from autopar.stages.layers import find_layers
 from autopar.stages.recompute_stages import recompute_in_backward
+from autopar.stages.rejoin_scans import rejoin_scans
 from autopar.stages.scan_stacks import ScanCuts, cuts_for_stages
 from autopar.stages.segments import StageCut
 from autopar.stages.split_scans import SplitStep, split_scans
@@ -127,6 +128,8 @@ def plan_stages(
     cuts = wanted.cuts
     if cuts is None and wanted.following is None:
         cuts = choose_cuts(forward_chain(loop), wanted.num_stages)
+    if cuts and any(wanted.shares):
+        split, loop, cuts = rejoin_scans(split, loop, cuts, wanted.shares)
     cut = _cut(loop, cuts or (), wanted)
     enter(f"planning {wanted.num_stages} stages")
     programs = [program_of_stage(cut, stage) for stage in range(wanted.num_stages)]

@@ -280,7 +280,7 @@ class Wholes:
     def plan(self, found: Found) -> PlannedPipeline:
         """The chosen stages, planned as wholes in the chosen timetable."""
         schedule = schedule_for(found.timetable, len(found.sizes) // found.timetable.virtual_stages)
-        split, loop, cuts = rejoin_scans(self.split, found.loop, found.cuts)
+        split, loop, cuts = rejoin_scans(self.split, found.loop, found.cuts, found.shares)
         kinds = {kind.number: kind for kind in self.kinds}
         wanted = StageRequest(
             meshes=found.meshes,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping, Sequence, Set
 
 from autopar.avals import bytes_of
@@ -21,7 +22,7 @@ from autopar.compat import Var
 from autopar.program.checkpoint_names import find_named
 from autopar.program.program import Equation, operands_of
 from autopar.program.task_name import TaskName
-from autopar.stages.dependence import Dependence
+from autopar.stages.chain import forward_chain
 from autopar.stages.segments import Segment, StageCut
 
 SHARED = -1
@@ -35,12 +36,13 @@ def recompute_in_backward(
 
     `layers`: the places of the forward chain where layers begin. `keeps_named`: values that the user named are kept.
     """
-    chain = Dependence.of(cut.loop).forward()
-    layer_of = {eqn: bisect.bisect_right(layers, place) for place, eqn in enumerate(chain)}
+    chain = forward_chain(cut.loop)
+    layer_of = {link.equation: bisect.bisect_right(layers, place) for place, link in enumerate(chain)}
+    flops = {link.equation: link.flops for link in chain}
     segments = dict(cut.segments)
     for name, segment in cut.segments.items():
         if name.kind == "backward" and shares[name.stage] > 0:
-            forward = _first_part(cut.segments[TaskName("forward", name.stage)], shares[name.stage])
+            forward = _first_part(cut.segments[TaskName("forward", name.stage)], shares[name.stage], flops)
             named = find_named(forward) if keeps_named else frozenset()
             ways = [_Repetition(segment, forward, own, named) for own in (dict.fromkeys(layer_of, 0), layer_of)]
             best = min(ways, key=lambda way: way.bytes_needed(cut.num_stages - name.stage))
@@ -57,9 +59,13 @@ def recompute_in_backward(
     return dataclasses.replace(cut, segments=segments, made_by=made_by)
 
 
-def _first_part(forward: Segment, share: float) -> Sequence[Equation]:
-    """The first operations of a forward; their number is this share of all."""
-    return forward.equations[: round(share * len(forward.equations))]
+def _first_part(forward: Segment, share: float, flops: Mapping[Equation, float]) -> Sequence[Equation]:
+    """The first operations of a forward, whose work comes nearest to this share of all; without any work, so many of them."""
+    equations = forward.equations
+    done = list(itertools.accumulate((flops.get(eqn, 0.0) for eqn in equations), initial=0.0))
+    if share == 1 or not done[-1]:
+        return equations[: round(share * len(equations))]
+    return equations[: min(range(len(done)), key=lambda count: abs(done[count] - share * done[-1]))]
 
 
 class _Repetition:
