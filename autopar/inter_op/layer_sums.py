@@ -116,9 +116,10 @@ def _until_weight_gradient(figures: Sequence[LayerFigures], residual: np.ndarray
 def working_bytes(figures: Sequence[LayerFigures], again: Repetition) -> np.ndarray:
     """[i, j]: what a task of layers i to j - 1 needs while it runs, beside what stands there and what is in flight.
 
-    It has one layer's own temporaries at a time. What backward makes again is there for one layer at a time, or for all.
+    It has one layer's own temporaries at a time, but the gradients of all layers of a scan. What backward makes again is there
+    for one layer at a time, or for all.
     """
-    residual, passing = sums([one.residual_bytes for one in figures]), largest([one.passing_bytes for one in figures])
+    residual, passing = sums([one.residual_bytes for one in figures]), _passing_bytes(figures)
     if not again.share:
         return passing
     kept = (1.0 - again.share) * residual
@@ -134,8 +135,20 @@ def executable_bytes(figures: Sequence[LayerFigures], again: Repetition) -> np.n
 
 
 def _within_bytes(figures: Sequence[LayerFigures], again: Repetition) -> np.ndarray:
-    """[i, j]: what comes and goes where forward and backward are in one task: of one layer at a time, or of all."""
+    """[i, j]: what comes and goes where forward and backward are in one task: of one layer at a time, or of all.
+
+    The layers of a scan are done again together.
+    """
     if again.by_layers:
-        return largest([one.within_bytes for one in figures])
+        together = [one.joined_bytes + one.stacked_bytes for one in figures]
+        own = [one.within_bytes - both for one, both in zip(figures, together, strict=True)]
+        return np.asarray(sums(together) + largest(own))
     handed_on = sums([one.within_bytes - one.passing_bytes for one in figures])
-    return np.asarray(handed_on + largest([one.passing_bytes for one in figures]))
+    return np.asarray(handed_on + _passing_bytes(figures))
+
+
+def _passing_bytes(figures: Sequence[LayerFigures]) -> np.ndarray:
+    """[i, j]: the temporaries of one layer at a time, and the gradients that the layers of a scan make together."""
+    stacked = [one.stacked_bytes for one in figures]
+    own = [max(0.0, one.passing_bytes - gradients) for one, gradients in zip(figures, stacked, strict=True)]
+    return np.asarray(sums(stacked) + largest(own))

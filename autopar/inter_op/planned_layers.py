@@ -8,6 +8,7 @@ it has no figures then.
 
 from __future__ import annotations
 
+import bisect
 import collections
 import dataclasses
 import functools
@@ -34,6 +35,7 @@ from autopar.layouts.constraints import Constraints
 from autopar.layouts.mesh import LogicalMesh
 from autopar.microbatches.loop import TimeLoop
 from autopar.progress import enter
+from autopar.stages.chain import forward_chain
 from autopar.stages.cut import cut_stages
 from autopar.stages.identical import find_identical
 from autopar.stages.tasks.stage_program import StageProgram, program_of_stage
@@ -48,8 +50,8 @@ def layer_meshes(devices: int, machine: Cluster, most_axes: int) -> tuple[Logica
     return tuple(mesh for mesh in meshes if nodes == 1 or len(mesh.shape) == 1 or per_node % mesh.shape[-1] == 0)
 
 
-def figures_of(stage: StagedStage, overlap: Overlap) -> LayerFigures:
-    """What a layer costs that is planned as a stage."""
+def figures_of(stage: StagedStage, overlap: Overlap, *, is_piece: bool = False) -> LayerFigures:
+    """What a layer costs that is planned as a stage; `is_piece`: of a scan that a stage of several layers has in one."""
     memory = stage.memory
     return LayerFigures(
         forward_s=stage.forward_s,
@@ -65,6 +67,8 @@ def figures_of(stage: StagedStage, overlap: Overlap) -> LayerFigures:
         received_bytes=memory.received_bytes,
         late_residual_bytes=memory.late_residual_bytes,
         cotangent_bytes=memory.cotangent_bytes,
+        stacked_bytes=memory.accumulator_bytes if is_piece else 0.0,
+        joined_bytes=memory.within_bytes - memory.passing_bytes if is_piece else 0.0,
     )
 
 
@@ -84,14 +88,14 @@ class _PlannedLayer:
     times: Mapping[tuple[int, ...], float | None]
 
     @classmethod
-    def of(cls, stage: StagedStage, overlap: Overlap) -> _PlannedLayer:
-        """Of a layer planned as a stage."""
+    def of(cls, stage: StagedStage, overlap: Overlap, *, is_piece: bool) -> _PlannedLayer:
+        """Of a layer planned as a stage; see `figures_of`."""
         times = {c.mesh_shape: c.at_least_s if c.step_s is None else c.step_s for c in stage.plan.candidates}
         plan = stage.plan
         waiting = (plan.comm_s - plan.hidden_s) / plan.step_s if plan.step_s else 0.0
         working_s = plan.step_s * (1 - waiting)
         return cls(
-            figures=figures_of(stage, overlap),
+            figures=figures_of(stage, overlap, is_piece=is_piece),
             mesh=stage.mesh,
             step_s=plan.step_s,
             waiting=waiting,
@@ -144,6 +148,14 @@ class PlannedLayers:
 
     def __len__(self) -> int:
         return len(self._first)
+
+    @functools.cached_property
+    def _of_pieces(self) -> frozenset[int]:
+        """The layers that are pieces of a scan, or have some."""
+        if not self.loop.pieces:
+            return frozenset()
+        places = (place for place, link in enumerate(forward_chain(self.loop)) if link.equation in self.loop.pieces)
+        return frozenset(bisect.bisect_right(self.places, place) for place in places)
 
     def first_alike(self, layer: int) -> int:
         """The first of the layers that are equal to a layer."""
@@ -287,7 +299,7 @@ class PlannedLayers:
         # Its stage is called, with all layers at once.
         cluster = dataclasses.replace(request.cluster, call_s=0.0, call_s_per_array=0.0)
         staged = price_stage(program, planned.plan, planned.assignment, cluster=cluster)
-        return _PlannedLayer.of(staged, cluster.overlap)
+        return _PlannedLayer.of(staged, cluster.overlap, is_piece=layer in self._of_pieces)
 
     def _try_key(self, key: _Key) -> _PlannedLayer | _TooLarge | _Failed:
         """Plan a layer that nobody has asked for; an error waits until somebody does."""

@@ -155,10 +155,13 @@ class Result:
 
 
 class TimeLoop:
-    """The prologue, the body and the epilogue of a step, as functions of arrays by variable."""
+    """The prologue, the body and the epilogue of a step, as functions of arrays by variable.
 
-    def __init__(self, traced: TracedStep, plan: TimePlan) -> None:
-        self.traced, self.plan = traced, plan
+    `pieces`: scans of the step that are parts of a longer one.
+    """
+
+    def __init__(self, traced: TracedStep, plan: TimePlan, *, pieces: frozenset[Equation] = frozenset()) -> None:
+        self.traced, self.plan, self.pieces = traced, plan, pieces
         self.mesh = LogicalMesh((plan.microbatches,), ("time",))
         self.program = traced.program
         self._equations = {phase: plan.of_phase(phase) for phase in ("prologue", "body", "epilogue")}

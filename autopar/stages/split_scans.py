@@ -30,6 +30,7 @@ from autopar.compat import Literal, Var, attributed_to
 from autopar.layouts.pieces import Piece
 from autopar.program.fingerprint import fingerprint_of
 from autopar.program.from_jaxpr import program_of
+from autopar.program.loops import LoopEquation
 from autopar.program.program import Atom, Equation, Program
 from autopar.program.step import Leaf, TracedStep
 from autopar.split_array import LeafPieces, cut_array
@@ -50,6 +51,12 @@ class SplitStep:
     inputs: tuple[LeafPieces, ...]
     outputs: tuple[LeafPieces, ...]
     origins: Mapping[Equation, Equation] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def pieces(self) -> frozenset[Equation]:
+        """The scans of `step` that are pieces of a longer one; stages that are not cut between them have them in one again."""
+        scans = {scan for stack, at in zip(find_stacks(self.whole), self.cuts, strict=False) if at for scan in stack.scans}
+        return frozenset(eqn for eqn, origin in self.origins.items() if origin in scans and isinstance(eqn, LoopEquation))
 
 
 def split_scans(traced: TracedStep, cuts: ScanCuts) -> SplitStep:

@@ -30,7 +30,8 @@ def make_divided_loop(split: SplitStep, num_microbatches: int) -> TimeLoop:
     if split.step is split.whole:
         return whole
     known = {eqn: whole.plan.phases[origin] for eqn, origin in split.origins.items()}
-    return make_time_loop(split.step, num_microbatches, known=known, finite=whole.plan.is_of_finite)
+    finite = whole.plan.is_of_finite
+    return make_time_loop(split.step, num_microbatches, known=known, finite=finite, pieces=split.pieces)
 
 
 def make_loops(split: SplitStep, usual: int) -> Callable[[int], TimeLoop]:
@@ -40,7 +41,7 @@ def make_loops(split: SplitStep, usual: int) -> Callable[[int], TimeLoop]:
     def loop_of(count: int) -> TimeLoop:
         if count == usual:
             return first
-        return make_time_loop(split.step, count, known=first.plan.phases, like=first.plan)
+        return make_time_loop(split.step, count, known=first.plan.phases, like=first.plan, pieces=first.pieces)
 
     return loop_of
 
@@ -52,6 +53,7 @@ def make_time_loop(
     known: Mapping[Equation, Phase] | None = None,
     like: TimePlan | None = None,
     finite: bool = False,
+    pieces: frozenset[Equation] = frozenset(),
 ) -> TimeLoop:
     """The step as prologue, body and epilogue. Raises ArgumentError, UnsupportedProgramError."""
     plan = plan_phases(traced, num_microbatches, late_sums=True, known=known, like=like, finite=finite)
@@ -66,4 +68,4 @@ def make_time_loop(
                 f"the step calls Python once, with {call.primitive.name} at {source_line(call)}, for what the microbatches of "
                 "pipeline stages need: each stage would call it. Use num_stages=1, or call it outside and pass on its results."
             )
-    return TimeLoop(traced, plan)
+    return TimeLoop(traced, plan, pieces=pieces)

@@ -21,7 +21,9 @@ class LayerFigures:
     """What a layer costs on some devices: seconds per microbatch, of the update per step, and bytes as in `StageMemory`.
 
     `again_s`: of the forward what backward does again if it keeps no results. `within_bytes`: what comes and goes in a
-    microbatch whose forward and backward are in one task, as then.
+    microbatch whose forward and backward are in one task, as then. `stacked_bytes`, of a layer that is a piece of a scan: the
+    gradients of a microbatch, which that makes of all its layers before they are added up. `joined_bytes`, of such a layer:
+    what forward makes for backward, which a scan does again for all its layers at once.
     """
 
     forward_s: float = 0.0
@@ -37,6 +39,8 @@ class LayerFigures:
     received_bytes: float = 0.0
     late_residual_bytes: float = 0.0
     cotangent_bytes: float = 0.0
+    stacked_bytes: float = 0.0
+    joined_bytes: float = 0.0
 
     def with_seconds(self, forward_s: float, backward_s: float) -> LayerFigures:
         """The same with other seconds per microbatch; of the forward, the same part is done again."""
@@ -86,4 +90,5 @@ def carry_over(planned: Mapping[int, LayerFigures], count: int, *, share: np.nda
         received_bytes=smaller * near.received_bytes,
         late_residual_bytes=smaller * near.late_residual_bytes,
         cotangent_bytes=smaller * near.cotangent_bytes,
+        joined_bytes=smaller * near.joined_bytes,
     )
