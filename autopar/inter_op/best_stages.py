@@ -107,7 +107,7 @@ class BestStages:
         self.outcomes: dict[Timetable, Outcome] = {}
         self._costs, self._ways, self._rules = costs, tuple(ways), rules
         self._larger = tuple(larger)
-        self._processes, self._budget, self._tuning = processes, budget, tuning
+        self.processes, self._budget, self._tuning = processes, budget, tuning
         self._current: set[Timetable] = set()
         self._took_s: dict[Timetable, float] = {}
         self._only: frozenset[Timetable] | None = None
@@ -370,7 +370,7 @@ class BestStages:
         enter("choosing stages")
         found = run_side_by_side(
             [functools.partial(self._solve_timed, way, below_s) for way in ways],
-            processes=self._processes,
+            processes=self.processes,
             weights=[self._took_s.get(way, 0.0) for way in ways],
         )
         for way, (outcome, seconds) in zip(ways, found, strict=True):

@@ -99,6 +99,11 @@ class CostsByKind:
         """Whether one layer repeats often, and nothing is known but the first number of microbatches."""
         return all(one.has_common and len(one.counts) == 1 for one in self._costs.values())
 
+    @property
+    def are_alike(self) -> bool:
+        """Whether most forward work is that of the layer that repeats."""
+        return all(one.are_alike for one in self._costs.values())
+
     def table(
         self, count: int, options: Sequence[Submesh], *, shares: Sequence[float] = (0.0,), split: bool = False
     ) -> CostTable:

@@ -75,7 +75,7 @@ class LayerCosts:
         self._plan_layers = functools.partial(
             PlannedLayers, places=self._places, request=request, tuning=tuning, planner=planner
         )
-        self._cluster = request.cluster
+        self._cluster, self._tuning = request.cluster, tuning
         self._options = frozenset(map(math.prod, options))
         self._devices = max(self._options)
         crossing = [self._chain[place].cut_bytes for place in self._places]
@@ -114,8 +114,8 @@ class LayerCosts:
         devices = size_of(submesh)
         return [self._known.ways(m, devices) for m, sizes in self._known.sizes.items() if devices in sizes]
 
-    def of(self, count: int) -> PlannedLayers:
-        """The layers under a number of microbatches that has been planned."""
+    def of(self, count: int, kind: int | None = None) -> PlannedLayers:
+        """The layers under a number of microbatches that has been planned, on nodes of the one `kind` that there is."""
         return self._known.layers[count]
 
     def plan_more(self, count: int, submeshes: Sequence[Submesh]) -> bool:
@@ -211,6 +211,14 @@ class LayerCosts:
     def has_common(self) -> bool:
         """Whether one layer repeats often."""
         return all(layers.has_common for layers in self._known.layers.values())
+
+    @property
+    def are_alike(self) -> bool:
+        """Whether most forward work is that of the layer that repeats."""
+        bounds = itertools.pairwise((0, *self._places, len(self._chain)))
+        work = [sum(link.flops for link in self._chain[first:end]) for first, end in bounds]
+        repeated = sum(flops for layer, flops in enumerate(work) if self._known.is_common(layer))
+        return repeated >= self._tuning.alike * sum(work)
 
     def _costs_on(
         self, devices: int, case: CostCase, options: Sequence[Submesh], *, common_alone: bool = False

@@ -10,7 +10,7 @@ such as a relayout at a boundary saved or an activation freed early. So the chos
 own figures are the plan's.
 
 Where nothing fits the memory in the numbers of microbatches around the usual one, or only with forward work done again, larger
-ones are compared: in the first case those before all in which the layers that repeat fit.
+ones are compared.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
+from autopar.forked_jobs import run_side_by_side
 from autopar.inter_op.best_stages import BestStages, StageRules
-from autopar.inter_op.candidates.timetables import Timetable
+from autopar.inter_op.candidates.timetables import Timetable, neighbours
 from autopar.inter_op.candidates.tuning import TUNING, Tuning
 from autopar.inter_op.costs_by_kind import ALIKE, CostsByKind, KindsInOrder, costs_on
 from autopar.inter_op.dynamic_program.choose_stages import may_fit
 from autopar.inter_op.dynamic_program.found import Found, NotFaster
-from autopar.inter_op.dynamic_program.problem import ChosenStage, CostTable, Manual, StageChoice
+from autopar.inter_op.dynamic_program.problem import CostTable, Manual, StageChoice
 from autopar.inter_op.dynamic_program.submeshes import kind_of, machine_shape, size_of
 from autopar.inter_op.layer_costs import LayerCosts
 from autopar.inter_op.plan_stage import Planner, plan_program
-from autopar.inter_op.planned_layers import PlannedLayers
 from autopar.intra_op.request import PlanRequest
 from autopar.layouts.mesh import LogicalMesh
 from autopar.microbatches.loop import TimeLoop
@@ -226,27 +226,32 @@ class _StageSearch:
     def _choose_start(self) -> None:
         """Plan layers first in a number of microbatches in which those that repeat fit the memory, if nothing else were there.
 
-        If they fit only with forward work done again, larger numbers may promise more. Without a number in which they fit, the
-        search begins with the usual one, and finds out why nothing fits.
+        Without one the search begins with the usual number, and finds out why nothing fits.
         """
         if not self.costs.has_common or math.isinf(self.rules.limit_bytes):
             return
-        for count in self.stages.counts:
-            if any(map(self._may_fit, self.stages.with_count(count))):
-                for start in (self._find_roomier(count), count):
-                    if self.costs.start_with(start):
-                        self.stages.begin_with(start)
-                        return
+        fitting = (count for count in self.stages.counts if any(map(self._may_fit, self.stages.with_count(count))))
+        for start in (start for count in fitting for start in (self._find_better(count), count)):
+            if self.costs.start_with(start):
+                return self.stages.begin_with(start)
 
-    def _find_roomier(self, count: int) -> int:
-        """The fewest microbatches, from `count` on, that promise about as much as any; `count` if layers fit as they are."""
-        first = self._choose_for_common(count)
-        if first is None or not self._may_do_without_recomputation(first):
+    def _find_better(self, count: int) -> int:
+        """A number of microbatches that promises more than `count`; that itself if none does.
+
+        Larger ones may if layers fit only with forward work done again; the next ones, if most work is in layers that repeat.
+        """
+        first, counts = self._choose_for_common(count), self.stages.counts
+        if first is None:
             return count
-        more = {number: self._choose_for_common(number) for number in self.stages.counts if number > count}
-        promised_s = {count: first.step_s} | {number: one.step_s for number, one in more.items() if one is not None}
+        if self._may_do_without_recomputation(first):
+            others = sorted(number for number in counts if number > count)
+        else:
+            others = neighbours(count, counts) if self.costs.are_alike else []
+        jobs = [functools.partial(self._choose_for_common, number) for number in others]
+        found = zip(others, run_side_by_side(jobs, processes=self.stages.processes), strict=True)
+        promised_s = {count: first.step_s} | {number: one.step_s for number, one in found if one is not None}
         enough_s = (1 + self.tuning.worth) * min(promised_s.values())
-        return min(number for number, seconds in promised_s.items() if seconds <= enough_s)
+        return next(number for number, seconds in promised_s.items() if seconds <= enough_s)
 
     def _may_fit(self, way: Timetable) -> bool:
         """Whether the layers that repeat fit the memory in some stages."""
@@ -289,9 +294,8 @@ class _StageSearch:
         ended[best] = choice, choice.step_s
         if best.microbatches not in self.costs.counts:
             self.costs.plan_more(best.microbatches, [stage.submesh for stage in choice.stages])
-        is_faster = choice.step_s < self.beat_s
         known = {way: choice for way, (choice, _) in ended.items()}
-        if not is_faster:
+        if choice.step_s >= self.beat_s:
             return NotFaster(self.stages.compare(known))
         others = [way for way in ended.keys() - doubtful - {best} if way.microbatches in self.costs.counts]
         others = [way for way in others if self.stages.is_planned(way, known[way])]
@@ -312,9 +316,8 @@ class _StageSearch:
         if self.budget.used >= self.tuning.early:
             return False
         counts, near_s = self.costs.counts, (1 + self.tuning.near) * choices[best].step_s
-        numbers = sorted({way.microbatches for way in self.stages.ways})
-        place, below_s = numbers.index(best.microbatches), math.inf if len(counts) == 1 else near_s
-        for number in (*numbers[max(0, place - 1) : place], *numbers[place + 1 : place + 2]):
+        below_s = math.inf if len(counts) == 1 else near_s
+        for number in neighbours(best.microbatches, {way.microbatches for way in self.stages.ways}):
             near = [] if number in counts else self.stages.solve_below(self.stages.with_count(number), below_s)
             if near:
                 nearest = min(near, key=lambda choice: choice.step_s)
@@ -373,16 +376,10 @@ class _StageSearch:
         )
 
     def _find_meshes(self, way: Timetable, choice: StageChoice) -> tuple[tuple[LogicalMesh, ...], ...]:
-        layers = [self._layers_of(way, stage) for stage in choice.stages]
+        layers = [self.costs.of(way.microbatches, kind_of(stage.submesh)) for stage in choice.stages]
         for own in dict.fromkeys(layers):
             own.plan_stages([stage for stage, its in zip(choice.stages, layers, strict=True) if its is own])
         return tuple(own.meshes(stage) for own, stage in zip(layers, choice.stages, strict=True))
-
-    def _layers_of(self, way: Timetable, stage: ChosenStage) -> PlannedLayers:
-        """The layers as they are planned on the kind of node of a stage."""
-        if isinstance(self.costs, CostsByKind):
-            return self.costs.of(way.microbatches, kind_of(stage.submesh))
-        return self.costs.of(way.microbatches)
 
     def _other_numbers(self, way: Timetable, choice: StageChoice) -> list[StageChoice]:
         """Choices of a few stages more or less that may take hardly longer, the fastest first.

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from autopar.avals import bytes_of
 from autopar.compat import Var
 from autopar.program.checkpoint_names import find_named
+from autopar.program.loops import LoopEquation
 from autopar.program.program import Equation, operands_of
 from autopar.program.task_name import TaskName
 from autopar.stages.chain import forward_chain
@@ -60,10 +61,10 @@ def recompute_in_backward(
 
 
 def _first_part(forward: Segment, share: float, flops: Mapping[Equation, float]) -> Sequence[Equation]:
-    """The first operations of a forward, whose work comes nearest to this share of all; without any work, so many of them."""
+    """The first operations of a forward; their number is this share of all, or where loops are among them, about their work."""
     equations = forward.equations
     done = list(itertools.accumulate((flops.get(eqn, 0.0) for eqn in equations), initial=0.0))
-    if share == 1 or not done[-1]:
+    if share == 1 or not done[-1] or not any(isinstance(eqn, LoopEquation) for eqn in equations):
         return equations[: round(share * len(equations))]
     return equations[: min(range(len(done)), key=lambda count: abs(done[count] - share * done[-1]))]
 

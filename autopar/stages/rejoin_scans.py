@@ -68,7 +68,11 @@ def _needed(
         own = own[::-1] if is_reversed else own
         stages = [bisect.bisect_right(cuts, place) for place in own]
         length = stacks[work.stack].length
-        layers = {layer for layer, (before, after) in zip(bounds[1:], itertools.pairwise(stages), strict=True) if before != after}
+        layers = {
+            layer
+            for layer, (before, after) in zip(bounds[1:], itertools.pairwise(stages), strict=True)
+            if before != after
+        }
         for first, end, place in zip(bounds, (*bounds[1:], length), own, strict=True):
             for target in ends:
                 if done[place] <= target <= done[place + 1] > done[place]:

@@ -55,8 +55,12 @@ class SplitStep:
     @functools.cached_property
     def pieces(self) -> frozenset[Equation]:
         """The scans of `step` that are pieces of a longer one; stages that are not cut between them have them in one again."""
-        scans = {scan for stack, at in zip(find_stacks(self.whole), self.cuts, strict=False) if at for scan in stack.scans}
-        return frozenset(eqn for eqn, origin in self.origins.items() if origin in scans and isinstance(eqn, LoopEquation))
+        scans = {
+            scan for stack, at in zip(find_stacks(self.whole), self.cuts, strict=False) if at for scan in stack.scans
+        }
+        return frozenset(
+            eqn for eqn, origin in self.origins.items() if origin in scans and isinstance(eqn, LoopEquation)
+        )
 
 
 def split_scans(traced: TracedStep, cuts: ScanCuts) -> SplitStep:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import cast
 
 import numpy as np
@@ -137,3 +137,9 @@ def seconds_at(known: Mapping[int, np.ndarray], count: int, *, share: np.ndarray
     own = latency_share(known, nearest)
     part = share if own is None else own
     return np.asarray(known[nearest] * (part + (1 - part) * nearest / count))
+
+
+def neighbours(count: int, counts: Collection[int]) -> list[int]:
+    """Of these numbers of microbatches, among which `count` is, the next smaller one and the next larger one."""
+    smaller, larger = ([one for one in counts if one < count], [one for one in counts if one > count])
+    return [*([max(smaller)] if smaller else []), *([min(larger)] if larger else [])]

@@ -143,6 +143,10 @@ class Tuning:
     """The part of a layer's work that a prime number of devices has to divide, or the layer is taken to make no use of it. Three
     devices divide the joined projections of a transformer's attention, a quarter of its work, and were no faster than one
     (`benchmarks/planning_ordinary.py`, GPT on 1,024 devices)."""
+    alike: float = 0.9
+    """The part of the forward work in the layer that repeats from which on the best number of microbatches to begin with is that
+    for this layer alone. Of 1,024 devices (`benchmarks/planning_ordinary.py`) it is the number that is chosen in the end, and a
+    search from the usual one planned layers in that for 14 s; the two halves of a T5 mislead each other."""
     same_meshes: float = 1.1
     """If many layers are alike, the other layers are planned only on meshes on which those take at most this many times their
     best, since a stage has one mesh for all its layers. A larger factor plans more meshes
