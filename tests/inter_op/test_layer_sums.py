@@ -82,9 +82,12 @@ def test_the_first_stage_of_a_split_backward_keeps_all_until_its_weight_gradient
 
 
 @pytest.mark.parametrize("recompute", ["none", "layer"])
-def test_layers_add_up_to_the_stage_that_is_planned(recompute, monkeypatch):
-    """Seconds and bytes; without what layers share, such as a task's call."""
-    model = registry.build("gpt", layers=6, hidden=512, heads=8, seq=256, batch=64, vocab=2048)
+@pytest.mark.parametrize("is_scanned", [False, True], ids=["unrolled", "scanned"])
+def test_layers_add_up_to_the_stage_that_is_planned(is_scanned, recompute, monkeypatch):
+    """Seconds and bytes; without what layers share, such as a task's call. A scan makes the gradients of all its layers
+    before they are added up, and is done again as a whole."""
+    sizes = {"layers": 6, "hidden": 512, "heads": 8, "seq": 256, "batch": 64, "vocab": 2048}
+    model = registry.build("gpt", **sizes, scan_layers=is_scanned)
     state = jax.eval_shape(model.create_state, jax.eval_shape(lambda: jax.random.key(0)))
     signature = CallSignature(model.train_step, (1,), (), "auto")
     traced = trace(signature, bind_arguments(signature, (state, model.batch_shape()), {}))
@@ -98,6 +101,6 @@ def test_layers_add_up_to_the_stage_that_is_planned(recompute, monkeypatch):
     wishes = PipelineWishes(num_stages=2, num_microbatches=8, schedule="1f1b", recompute=recompute)
     found = search_pipeline.search_pipeline(traced, wishes, request_on(preset("p3.16xlarge")), devices=4, num_stages=2)
     for by_layers, whole in zip(hoped[-1], found.pipeline.staged.stages, strict=True):
-        assert by_layers.stage_s == pytest.approx(whole.forward_s + whole.backward_s, rel=0.04)
+        assert by_layers.stage_s == pytest.approx(whole.forward_s + whole.backward_s, rel=0.05 if is_scanned else 0.04)
         assert whole.peak_bytes <= by_layers.peak_bytes * 1.01
         assert by_layers.peak_bytes <= 1.3 * whole.peak_bytes

@@ -10,6 +10,7 @@ import pytest
 from autopar.cost_model.hardware import preset
 from autopar.inter_op.candidates.timetables import Timetable
 from autopar.inter_op.dynamic_program.found import NotFaster
+from autopar.inter_op.layer_costs import LayerCosts
 from autopar.inter_op.plan_stage import plan_program
 from autopar.inter_op.search import search_stages
 from autopar.solver.budget import Budget
@@ -46,6 +47,39 @@ def test_layers_are_planned_first_in_a_roomier_number_where_others_do_forward_wo
     alone = search(limit, 8)
     assert any(alone.shares)
     assert found.choice.step_s <= alone.choice.step_s, "what begins elsewhere comes back where that is faster"
+
+
+@pytest.mark.parametrize("is_alike", [True, False])
+def test_layers_are_planned_first_in_the_next_number_that_promises_more_if_most_work_is_in_the_one_that_repeats(
+    is_alike, monkeypatch
+):
+    """In two microbatches four stages idle most of the time. Where other layers work as much, nobody knows their share yet."""
+    monkeypatch.setattr(LayerCosts, "are_alike", is_alike)
+    counts, planner = (2, 4, 1), CountingPlanner()
+    traced = traced_step(*arguments(64, layers=8, batch=4096))
+    found = search_stages(
+        make_loops(split_scans(traced, ()), counts[0]),
+        request_on(two_nodes(), 1 << 33),
+        devices=4,
+        timetables=[Timetable(count, "1f1b") for count in counts],
+        num_stages=4,
+        planner=planner,
+    )
+    asked = [(program.cut.loop.plan.microbatches, program.stage) for program, _ in planner.asked]
+    before = [stage for _, stage in itertools.takewhile(lambda one: one[0] == 2, asked)]
+    assert (len({*before}) == 1) is is_alike
+    assert found.timetable.microbatches == 4
+
+
+def test_most_work_is_in_the_layer_that_repeats_if_it_repeats_often():
+    def costs(layers, head):
+        weights, batch = arguments(64, layers=layers, batch=64)
+        weights = [*weights[:-1], np.zeros((64, head), np.float32)]
+        traced = traced_step(weights, batch)
+        return LayerCosts(make_loops(split_scans(traced, ()), 4), 4, request_on(two_nodes()), [(1, 1), (1, 2)])
+
+    assert costs(40, 64).are_alike
+    assert not costs(40, 4096).are_alike
 
 
 def test_stages_are_chosen_again_in_less_memory_among_all_timetables_also_when_the_clock_has_ended_the_search():

@@ -11,6 +11,7 @@ from autopar.inter_op.candidates.timetables import (
     latency_share,
     list_timetables,
     more_counts,
+    neighbours,
     seconds_at,
     usual_microbatches,
 )
@@ -103,6 +104,13 @@ def test_the_usual_number_is_one_whose_examples_the_devices_of_a_stage_divide():
     assert usual_microbatches(divisors(14), 2, devices=8) == 7, "2 examples among 4 devices: the largest as well as any"
     assert usual_microbatches((1, 16), 2, devices=16) == 1, "two per stage at least: nothing is near"
     assert usual_microbatches((1, 2, 4, 8, 16), 2, devices=16) == 4, "nor is 2, whose 8 examples all 8 devices divide"
+
+
+def test_the_neighbours_of_a_number_are_the_next_ones_whatever_the_order():
+    assert neighbours(8, (8, 4, 16, 2, 32)) == [4, 16]
+    assert neighbours(2, {2, 4}) == [4]
+    assert neighbours(4, {2, 4}) == [2]
+    assert neighbours(4, [4]) == []
 
 
 def test_a_search_begins_with_microbatches_that_the_devices_of_a_stage_divide():

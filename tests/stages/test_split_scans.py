@@ -13,13 +13,16 @@ from autopar.layouts.allowed import whole_path
 from autopar.program.call import CallSignature, bind_arguments
 from autopar.program.evaluate import bind_equation
 from autopar.program.loops import LoopEquation
+from autopar.program.task_name import TaskName
 from autopar.program.trace import trace
 from autopar.split_array import cut_leaves, join_leaves
 from autopar.stages.chain import forward_chain
+from autopar.stages.cut import cut_stages
+from autopar.stages.recompute_stages import recompute_in_backward
 from autopar.stages.rejoin_scans import rejoin_scans
 from autopar.stages.scan_stacks import cuts_for_stages, every_layer, find_stacks
 from autopar.stages.split_scans import split_scans
-from autopar.stages.time_loops import make_divided_loop
+from autopar.stages.time_loops import make_divided_loop, make_loops
 from autopar.stages.tuning import Tuning
 from tests.oracles import assert_trees_close
 from tests.pipeline_steps import ROWS, WIDTH, rows, trained_on
@@ -158,6 +161,63 @@ def test_single_layers_are_merged_to_the_pieces_that_stages_need():
     assert [merged_chain[c].cut_bytes for c in cuts] == [chain[c].cut_bytes for c in (2, 3)]
     lengths = [link.equation.params["length"] for link in merged_chain if isinstance(link.equation, LoopEquation)]
     assert lengths == [2, 1, 2]
+
+
+def test_a_scan_is_divided_where_the_share_of_a_stage_ends_that_is_done_again():
+    """A scan is done again as a whole or not at all. Of two layers half is one, of three half is two."""
+    step = traced(*scanned_steps.plain())
+    split = split_scans(step, every_layer(step))
+    loop = make_divided_loop(split, 4)
+    cut = [place for place, link in enumerate(forward_chain(loop)) if isinstance(link.equation, LoopEquation)][2]
+    divided = {shares: rejoin_scans(split, loop, (cut,), shares) for shares in ((0.0, 1.0), (0.5, 0.0), (0.5, 0.5))}
+    assert {shares: coarse.cuts for shares, (coarse, _, _) in divided.items()} == {
+        (0.0, 1.0): ((2,),),
+        (0.5, 0.0): ((1, 2),),
+        (0.5, 0.5): ((1, 2, 4),),
+    }
+    coarse, again, cuts = divided[0.5, 0.5]
+    for shares, expected in ((0.5, 0.0), ((1, 2),)), ((0.0, 1.0), ((2,),)):
+        other, other_loop, other_cuts = rejoin_scans(coarse, again, cuts, shares)
+        assert other.cuts == expected, "what is in pieces is put together again, or divided further"
+        chain = forward_chain(other_loop)
+        assert chain[other_cuts[0]].equation.params["length"] == 3
+    whole = split_scans(step, ())
+    assert rejoin_scans(whole, make_divided_loop(whole, 4), (1,), (1.0, 0.0))[0] is whole
+
+
+def test_what_is_done_again_of_scans_is_a_share_of_their_work():
+    step = traced(*scanned_steps.plain())
+    split = split_scans(step, ((2, 4),))
+    loop = make_divided_loop(split, 4)
+    cut = cut_stages(loop, ())
+    again = recompute_in_backward(cut, (0.5,))
+    before, after = (set(one.segments[TaskName("backward", 0)].reads) for one in (cut, again))
+    scans = [link.equation for link in forward_chain(loop) if isinstance(link.equation, LoopEquation)]
+    assert {scan.params["length"] for scan in scans if before.intersection(scan.outvars) - after} == {2}
+    assert {scan.params["length"] for scan in scans if after.intersection(scan.outvars)} == {2, 1}
+
+
+def test_what_is_put_together_has_the_phases_that_its_layers_had():
+    """In 64 microbatches the embedding's gradient is best made after the loop, in 2 within it."""
+
+    def loss_of(params, batch):
+        x = params["table"][batch["tokens"]]
+        x, _ = lax.scan(lambda x, p: (scanned_steps.block(x, p), None), x, params["layers"])
+        return jnp.mean(x**2)
+
+    params = {"table": jnp.ones((16, 8)), "layers": scanned_steps.stacked()}
+    step = traced(*trained_on(loss_of, params, {"tokens": jnp.zeros((64, 4), jnp.int32)}))
+    split = split_scans(step, every_layer(step))
+
+    def sums_in_loop(loop):
+        return {v.aval.shape for eqn in loop.plan.of_phase("body") for v in eqn.outvars} & {(16, 8)}
+
+    own, taken = make_divided_loop(split, 64), make_loops(split, 2)(64)
+    assert sums_in_loop(own) != sums_in_loop(taken)
+    for loop in (own, taken):
+        _, again, _ = rejoin_scans(split, loop, ())
+        assert again.plan.taken_from == loop.plan.taken_from
+        assert sums_in_loop(again) == sums_in_loop(loop)
 
 
 def test_long_stacks_are_offered_in_groups_of_layers():

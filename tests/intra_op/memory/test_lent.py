@@ -3,6 +3,8 @@
 `tests/verify` compares whole models; here are the cases that can be reckoned by hand, and one where the copies are most of it.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -78,6 +80,28 @@ def test_the_memory_of_a_result_is_free_until_the_result_is_made():
     assert {span.value for span in beside.with_own_memory([0, 64, 64])} == {1}, "what it is made of is there beside it"
     donated = footprint_of(block, values(*sizes), elsewhere=frozenset({4, 5}), unwritten=[5])
     assert {span.value for span in donated.with_own_memory(sizes)} == {1, 2}
+
+
+def test_a_loop_goes_on_in_the_memory_of_its_result_where_it_began_unless_something_else_reads_the_start():
+    """XLA puts what a loop starts from, such as a stack of zeros, and its result into one buffer."""
+    zeros, scan = Operation(kind=Kind.WHOLE, inputs=(), outputs=(1,)), whole((0, 2, 1), 3)
+    scan = dataclasses.replace(scan, over=(1,))
+    sizes = [0, 64, 32, 64, 64]
+
+    def found(*operations, outputs=(3,)):
+        block = Block(operations, outputs)
+        return footprint_of(block, values(*sizes), elsewhere=frozenset(outputs), unwritten=[3])
+
+    begun = found(whole((0,), 2), zeros, scan)
+    assert {span.value for span in begun.with_own_memory(sizes)} == {2}
+    assert [(one.value, one.free_until) for one in begun.lent] == [(3, -1 if begun.spans[0].first else 0)]
+    again = dataclasses.replace(whole((0, 2, 3), 4), over=(3,))
+    chained = footprint_of(
+        Block((whole((0,), 2), zeros, scan, again), (4,)), values(*sizes), elsewhere=frozenset({4}), unwritten=[4]
+    )
+    assert {span.value for span in chained.with_own_memory(sizes)} == {2}, "two loops, one after the other"
+    read = found(whole((0,), 2), zeros, scan, whole((1, 3), 4), outputs=(3, 4))
+    assert {span.value for span in read.with_own_memory(sizes)} == {1, 2}
 
 
 def test_the_largest_buffers_are_placed_first_each_in_the_smallest_memory_that_is_free():

@@ -1,0 +1,28 @@
+"""What the tasks of a planned stage need while they run, beside what XLA says of the compiled tasks."""
+
+import jax
+import pytest
+
+import autopar
+from autopar.intra_op.memory.compilers import XLA_CPU
+from autopar.models import registry
+from autopar.stages.tasks.task_memory import TaskMemories
+
+SIZES = {"layers": 6, "hidden": 64, "heads": 4, "seq": 64, "batch": 16, "vocab": 256, "dropout": 0.0}
+
+
+@pytest.mark.parametrize("model", ["gpt", "llama"])
+def test_tasks_of_scanned_layers_need_what_xla_needs(model):
+    """What a scan stacks for the backward lies in the memory of the task's results from the start: it was counted twice."""
+    sizes = SIZES if model == "gpt" else {name: size for name, size in SIZES.items() if name != "dropout"}
+    built = registry.build(model, **sizes, scan_layers=True)
+    options = {"num_stages": 2, "num_microbatches": 4, "schedule": "1f1b", "mesh_shape": (2,), "recompute": "none"}
+    parallel = autopar.parallelize(built.train_step, devices=4, **options)
+    compiled = parallel.compile(jax.eval_shape(built.create_state, jax.random.key(0)), built.batch_shape())
+    executables = {str(name): one for name, one in compiled.executables().items()}
+    for number, stage in enumerate(compiled.stages):
+        planned = TaskMemories(stage.program, lambda stage=stage: stage.assignment, XLA_CPU).whole.working_bytes
+        assert planned.keys() == {"forward", "backward"}
+        for kind, working in planned.items():
+            needed = executables[f"{kind} {number}"].memory_analysis().temp_size_in_bytes
+            assert working == pytest.approx(needed, rel=0.25), (kind, number)
