@@ -75,6 +75,36 @@ def test_only_known_kinds_of_recomputation_are_accepted():
         autopar.parallelize(step, recompute="some")
 
 
+def scanned_step(state, x):
+    """A perceptron whose layers are scanned, each with two products."""
+
+    def layer(h, w):
+        return jnp.tanh(jnp.tanh(h @ w) @ w.T), None
+
+    value, gradients = jax.value_and_grad(lambda w: jnp.mean(jax.lax.scan(layer, x, w)[0] ** 2))(state)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, state, gradients), value
+
+
+def test_stages_of_scanned_layers_do_half_again():
+    """Their scans are divided there: a scan is done again as a whole, and half of the stage was nothing."""
+    rng = np.random.default_rng(0)
+    weights = jnp.asarray(rng.normal(size=(8, 16, 16)) / 4, jnp.float32)
+    batch = jnp.asarray(rng.normal(size=(2048, 16)), jnp.float32)
+
+    def plan(**options):
+        parallel = autopar.parallelize(scanned_step, **TWO_STAGES, schedule="1f1b", **options)
+        return parallel, parallel.plan(weights, batch)
+
+    (_, none), (_, everything) = plan(recompute="none"), plan(recompute="layer")
+    assert (none.scan_cuts, everything.scan_cuts) == (((4,),), ((4,),))
+    parallel, half = plan(memory_limit_bytes=(9 * none.peak_bytes + everything.peak_bytes) // 10)
+    assert (half.recomputed_shares, half.scan_cuts) == ((0.5, 0.5), ((2, 4, 6),))
+    assert everything.peak_bytes < half.peak_bytes < none.peak_bytes
+    assert plan_from_json(half.to_json()) == half
+    assert_same_as_jit(scanned_step, parallel, weights, batch)
+    assert_same_as_jit(scanned_step, autopar.parallelize(scanned_step, plan=half), weights, batch, steps=1)
+
+
 @pytest.mark.sweep
 def test_stages_do_as_much_again_as_they_have_to():
     """Between the memory of all forward work and of none, half of it is done again, with the same results.

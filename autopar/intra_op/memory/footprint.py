@@ -12,7 +12,8 @@ compilers do otherwise is in `compilers.py`:
       leads to it and what follows it the library computes too: see `library_groups`;
     - steps run breadth first, each as soon as its operands are there: a gather of a parameter, random bits, or a part that
       is recomputed without waiting for the backward pass run at the very start, wherever they stand in the program;
-    - pointwise work writes over an operand of its size that nobody reads again; a loop writes over what it starts from;
+    - pointwise work writes over an operand of its size that nobody reads again; a loop writes over what it starts from, which
+      therefore lies where the loop's result will be, also if that is a result of the whole;
     - a loop's body comes on top of what is alive around it, but for what it carries on: that is written where it was, unless
       something reads it later;
     - a donated argument that is read by what its result does not wait for is copied: see `lent`.
