@@ -6,7 +6,7 @@ import pytest
 
 from autopar.cost_model.hardware import preset
 from autopar.inter_op import search_pipeline
-from autopar.inter_op.candidates.layer_figures import LayerFigures
+from autopar.inter_op.candidates.layer_figures import LayerFigures, carry_over
 from autopar.inter_op.layer_sums import (
     CostCase,
     Repetition,
@@ -53,6 +53,21 @@ def test_stages_keep_what_they_do_not_do_again(again, in_flight, needed):
     all_within = LAYERS * 17 + 3
     within = (1 - again.share) * all_within + again.share * (20 if again.by_layers else all_within)
     assert of_all(executable_bytes(figures, again)) == pytest.approx(within / MARGIN)
+
+
+def test_layers_of_a_scan_make_their_gradients_together_and_are_done_again_together():
+    """A layer that is none of a scan has its own temporaries at another time."""
+    piece = LayerFigures(
+        residual_bytes=34.0, passing_bytes=5.0, within_bytes=20.0, stacked_bytes=2.0, joined_bytes=15.0
+    )
+    figures = [LayerFigures(residual_bytes=34.0, passing_bytes=3.5, within_bytes=17.0), *[piece] * (LAYERS - 1)]
+    assert of_all(working_bytes(figures, Repetition())) == 3 * 2 + 3.5
+    assert of_all(working_bytes(figures, BY_LAYERS)) == 3 * (15 + 2) + 17
+    assert of_all(working_bytes(figures, AT_ONCE)) == 3 * 15 + 13.5 + 3 * 2 + 3.5
+    carried = carry_over({4: piece}, 8, share=0.0)
+    assert (carried.joined_bytes, carried.stacked_bytes) == (7.5, 2.0), (
+        "gradients are as large however few the examples"
+    )
 
 
 def test_what_stands_in_the_loop_has_a_margin_in_one_executable_alone():

@@ -163,6 +163,14 @@ def test_single_layers_are_merged_to_the_pieces_that_stages_need():
     assert lengths == [2, 1, 2]
 
 
+def test_pieces_are_the_scans_of_what_is_cut_forward_and_backward():
+    step = traced(*scanned_steps.encoder_and_decoder())
+    split = split_scans(step, ((2,), ()))
+    assert len(split.pieces) == 4
+    assert make_divided_loop(split, 4).pieces == make_loops(split, 2)(4).pieces == split.pieces
+    assert not split_scans(step, ()).pieces
+
+
 def test_a_scan_is_divided_where_the_share_of_a_stage_ends_that_is_done_again():
     """A scan is done again as a whole or not at all. Of two layers half is one, of three half is two."""
     step = traced(*scanned_steps.plain())
@@ -241,6 +249,9 @@ def test_layers_that_run_from_the_last_to_the_first_are_merged_likewise():
     assert coarse.cuts == ((4,),)
     chain = forward_chain(again)
     assert [chain[c].equation.params["length"] for c in cuts] == [4]
+    assert rejoin_scans(split, loop, (scans[2],), (0.5, 0.0))[0].cuts == ((3, 4),), (
+        "of the last two layers the last comes first"
+    )
 
 
 # --- the same function ------------------------------------------------------------------------------------------------
