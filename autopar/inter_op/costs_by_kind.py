@@ -26,7 +26,7 @@ from autopar.intra_op.request import PlanRequest
 KnownCosts: TypeAlias = dict[int, LayerCosts]
 """What layers cost, by the number of the kind of node."""
 _COSTS = [field.name for field in dataclasses.fields(CostTable)]
-_BYTES = ("weight_bytes", "activation_bytes", "working_bytes")
+_BYTES = ("weight_bytes", "activation_bytes", "working_bytes", "least_bytes")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

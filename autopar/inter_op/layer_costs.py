@@ -226,6 +226,7 @@ class LayerCosts:
         """Arrays (first layer, end layer) of the costs on one submesh.
 
         Seconds, weights and what is in flight add up over layers. What comes and goes within a task does not: the largest counts.
+        A stage is planned as one executable, with one microbatch, and that has to fit as well.
         """
         layers = len(self._places) + 1
         found = [
@@ -248,7 +249,8 @@ class LayerCosts:
             transfer_s=np.where(has_plan, sent_s, 0.0),
             weight_bytes=np.where(has_plan, standing, 0.0),
             activation_bytes=np.where(has_plan, flying, 0.0),
-            working_bytes=np.where(has_plan, np.maximum(working, needed - standing - flying), 0.0),
+            working_bytes=np.where(has_plan, working, 0.0),
+            least_bytes=np.where(has_plan, needed, 0.0),
         )
 
     def _bytes_of_tasks(

@@ -117,5 +117,5 @@ def test_layers_add_up_to_the_stage_that_is_planned(is_scanned, recompute, monke
     found = search_pipeline.search_pipeline(traced, wishes, request_on(preset("p3.16xlarge")), devices=4, num_stages=2)
     for by_layers, whole in zip(hoped[-1], found.pipeline.staged.stages, strict=True):
         assert by_layers.stage_s == pytest.approx(whole.forward_s + whole.backward_s, rel=0.05 if is_scanned else 0.04)
-        assert whole.peak_bytes <= by_layers.peak_bytes * 1.01
+        assert whole.peak_bytes <= by_layers.peak_bytes * 1.02
         assert by_layers.peak_bytes <= 1.3 * whole.peak_bytes

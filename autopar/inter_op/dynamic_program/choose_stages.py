@@ -213,11 +213,11 @@ class _FamilySearch:
             once_s = float(np.nextafter(self.max_once(found), -math.inf))
 
     def _find_times(self, least: float) -> np.ndarray:
-        """All u from the least that any choice reaches to those that are too long to matter, and the largest of all."""
+        """All u from the least that any choice reaches to those that are too long to matter; always the least and the largest."""
         periods, b = self.table.period_s, self.slowest.min()
         times = periods[(periods >= least) & (periods < np.inf)]
         most = (self.best.worth_s - self.least_once) / b * (1 + 1e-9) if b > 0 else math.inf
-        return np.unique(np.append(times[times <= most], times.max())) if math.isfinite(most) else np.unique(times)
+        return np.unique(np.append(times[times <= most], (times.min(), times.max())))
 
     def bounds(self, period_s: float) -> np.ndarray:
         """For each S a bound on F under a limit of u: that under limits of u and o which leave no less choice."""

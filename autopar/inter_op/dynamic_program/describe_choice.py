@@ -21,6 +21,13 @@ def describe_stages(stages: Stages, family: Family) -> tuple[ChosenStage, ...]:
     """The stages with their costs, in the places that they have in a choice of this family."""
     problem, count = family.problem, len(stages)
     costs = problem.costs
+
+    def working_bytes(stage: tuple[int, int, int], in_flight: float) -> float:
+        """What is there beside the rest: what a task needs, or more if the stage needs more however few are in flight."""
+        i, j, z = stage
+        rest = float(costs.weight_bytes[z, i, j] + in_flight * costs.activation_bytes[z, i, j])
+        return max(float(costs.working_bytes[z, i, j]), float(costs.least_bytes[z, i, j]) - rest * family.chunks)
+
     return tuple(
         ChosenStage(
             first_layer=i,
@@ -33,7 +40,7 @@ def describe_stages(stages: Stages, family: Family) -> tuple[ChosenStage, ...]:
             in_flight=family.in_flight[count][count - 1 - s],
             weight_bytes=float(costs.weight_bytes[z, i, j]),
             activation_bytes=float(costs.activation_bytes[z, i, j]),
-            working_bytes=float(costs.working_bytes[z, i, j]) / family.chunks,
+            working_bytes=working_bytes((i, j, z), family.in_flight[count][count - 1 - s]) / family.chunks,
         )
         for s, (i, j, z) in enumerate(stages)
     )

@@ -60,9 +60,8 @@ class Family:
         As if each stage were at the place that keeps least, and none waited for its microbatches to come back.
         """
         costs = self.problem.costs
-        kept = costs.weight_bytes + min(self.least_in_flight()) * costs.activation_bytes
-        most = kept + costs.working_bytes / self.chunks
-        fits = np.isfinite(costs.seconds) & (most * self.chunks <= self.problem.memory_bytes)
+        least = self._bytes((...,), min(self.least_in_flight()))
+        fits = np.isfinite(costs.seconds) & (least <= self.problem.memory_bytes)
         least_s = quick(np.where(fits, self.fill * costs.seconds + self.transfer_s, np.inf), self.devices, np.add)
         if math.isinf(least_s):
             return math.inf
@@ -107,7 +106,7 @@ class Family:
         costs = self.problem.costs
         working = costs.working_bytes[where] / self.chunks
         each = costs.weight_bytes[where] + costs.activation_bytes[where] * kept + working
-        return np.asarray(each * self.chunks)
+        return np.asarray(np.maximum(each * self.chunks, costs.least_bytes[where]))
 
     def fits(self, option: int, in_flight: Sequence[float]) -> np.ndarray:
         """Booleans (k, j, r - 1): whether a stage may stand there, with so many microbatches in flight."""

@@ -25,7 +25,7 @@ class StageCost:
     `seconds_per_microbatch`: forward and backward. `once_s`: reduction of gradients and update. `transfer_s`: to the next
     stage and back. `weight_bytes`: parameters, optimizer state, accumulators. `activation_bytes`:
     what one microbatch in flight keeps. `working_bytes`: what a task needs while it runs; of the chunks of a mesh one runs at a
-    time.
+    time. `least_bytes`: what the stage needs in all, however few microbatches are in flight.
     """
 
     seconds_per_microbatch: float
@@ -34,6 +34,7 @@ class StageCost:
     weight_bytes: float = 0.0
     activation_bytes: float = 0.0
     working_bytes: float = 0.0
+    least_bytes: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -46,12 +47,13 @@ class CostTable:
     weight_bytes: np.ndarray
     activation_bytes: np.ndarray
     working_bytes: np.ndarray
+    least_bytes: np.ndarray
 
     @classmethod
     def of(cls, layers: int, options: int, cost_of: Callable[[int, int, int], StageCost | None]) -> CostTable:
         """From a function of (first layer, end layer, number of the option); None where there is no plan."""
-        seconds, once_s, transfer_s, *sizes = np.zeros((6, options, layers, layers + 1))
-        weight_bytes, activation_bytes, working_bytes = sizes
+        seconds, once_s, transfer_s, *sizes = np.zeros((7, options, layers, layers + 1))
+        weight_bytes, activation_bytes, working_bytes, least_bytes = sizes
         seconds[:] = np.inf
         for z in range(options):
             for i in range(layers):
@@ -61,7 +63,7 @@ class CostTable:
                         seconds[z, i, j] = cost.seconds_per_microbatch
                         once_s[z, i, j], transfer_s[z, i, j] = cost.once_s, cost.transfer_s
                         weight_bytes[z, i, j], activation_bytes[z, i, j] = cost.weight_bytes, cost.activation_bytes
-                        working_bytes[z, i, j] = cost.working_bytes
+                        working_bytes[z, i, j], least_bytes[z, i, j] = cost.working_bytes, cost.least_bytes
         return cls(
             seconds=seconds,
             once_s=once_s,
@@ -69,6 +71,7 @@ class CostTable:
             weight_bytes=weight_bytes,
             activation_bytes=activation_bytes,
             working_bytes=working_bytes,
+            least_bytes=least_bytes,
         )
 
     def with_divided_state(self, devices: Sequence[int], chosen: Sequence[bool]) -> CostTable:
@@ -79,8 +82,10 @@ class CostTable:
         kept = self.weight_bytes.reshape(-1, len(devices), *self.weight_bytes.shape[1:])
         sizes = np.array(devices)[:, None, None]
         divided = np.minimum(kept, kept[:, [int(np.argmin(devices))]] * min(devices) / sizes)
-        least = np.where(np.array(chosen)[:, None, None], divided, kept)
-        return dataclasses.replace(self, weight_bytes=least.reshape(self.weight_bytes.shape))
+        least = np.where(np.array(chosen)[:, None, None], divided, kept).reshape(self.weight_bytes.shape)
+        return dataclasses.replace(
+            self, weight_bytes=least, least_bytes=np.maximum(0.0, self.least_bytes - (self.weight_bytes - least))
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

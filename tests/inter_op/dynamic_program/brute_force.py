@@ -53,8 +53,11 @@ def fits(problem, stages):
     kept = in_flight(problem.schedule, chunks, meshes=len(stages) // chunks, batches=problem.microbatches)
     costs = problem.costs
     return all(
-        (costs.weight_bytes[z, i, j] + f * costs.activation_bytes[z, i, j] + costs.working_bytes[z, i, j] / chunks)
-        * chunks
+        max(
+            (costs.weight_bytes[z, i, j] + f * costs.activation_bytes[z, i, j] + costs.working_bytes[z, i, j] / chunks)
+            * chunks,
+            costs.least_bytes[z, i, j],
+        )
         <= problem.memory_bytes
         for (i, j, z), f in zip(stages, kept, strict=True)
     )

@@ -38,7 +38,7 @@ def problem_of(costs, options, cluster, microbatches, schedule="1f1b", virtual_s
 
 
 def table_of_arrays(*arrays):
-    """Seconds, seconds once a step and of the transfer, bytes of weights, of activations and of a task that runs."""
+    """Seconds, seconds once a step and of the transfer, bytes of weights, of activations, of a task that runs and in all."""
     return CostTable(**{field.name: array for field, array in zip(dataclasses.fields(CostTable), arrays, strict=True)})
 
 
@@ -57,7 +57,7 @@ def table_of(rng, layers, options, *, whole=False):
 
     seconds = draw(1, 6)
     seconds[rng.random(seconds.shape) < 0.1] = np.inf
-    return table_of_arrays(seconds, draw(0, 5), draw(0, 2), draw(0, 4), draw(0, 3), draw(0, 2))
+    return table_of_arrays(seconds, draw(0, 5), draw(0, 2), draw(0, 4), draw(0, 3), draw(0, 2), draw(0, 9))
 
 
 def chosen_of(choice):
@@ -78,6 +78,14 @@ def assert_best(problem, manual=None, *, same_choice=True):
     if same_choice:
         assert stages == expected[1]
     assert_faster(problem, manual, expected[0])
+
+
+def test_what_nothing_goes_below_is_not_what_stages_that_fill_no_machine_take():
+    """The reduction of gradients takes so long that no stage time can matter; the least of them bounds all the same."""
+    costs = CostTable.of(1, 2, lambda i, j, z: cost_of((5.0, 1.0)[z], once_s=10.0))
+    problem = problem_of(costs, ((1, 1), (1, 2)), (1, 2), 6)
+    assert choose_stages(problem).step_s == 16
+    assert 14.4 <= choose_faster_stages(problem, 14.4).at_least_s <= 16
 
 
 def assert_faster(problem, manual, best_s):
@@ -149,7 +157,7 @@ def test_the_choice_is_the_best_of_all_whatever_the_costs(data):
         return np.array(data.draw(st.lists(allowed, min_size=size, max_size=size))).reshape(shape)
 
     seconds = draw(st.sampled_from([1.0, 2.0, 3.0, 5.0, 0.3, 0.7, math.inf]))
-    costs = table_of_arrays(seconds, *(draw(figure) for _ in range(5)))
+    costs = table_of_arrays(seconds, *(draw(figure) for _ in range(6)))
     memory = data.draw(st.sampled_from([math.inf, 30.0, 12.0, 6.0, 2.0]))
     batches = data.draw(st.sampled_from([1, 2, 3, 4, 6, 16]))
     assert_best(problem_of(costs, options, cluster, batches, schedule, chunks, memory))
@@ -248,7 +256,7 @@ def test_more_stages_than_microbatches_in_a_split_schedule_are_ruled_out_number_
             seconds[z, i, j] = (each[i:j] * (1 / (nodes * per_node) + latency)).sum()
     free = np.zeros_like(seconds)
     once_s = rng.uniform(0.0, 0.3, seconds.shape)
-    table = table_of_arrays(seconds, once_s, free + 0.1, free, free, free)
+    table = table_of_arrays(seconds, once_s, free + 0.1, free, free, free, free)
     problem = problem_of(table, options, (2, 8), 2, "zb-h1")
     choice = choose_stages(problem)
     assert len(choice.stages) > problem.microbatches
@@ -263,7 +271,8 @@ def test_64_layers_on_64_devices_take_seconds():
     work = (
         (ends[None, None, :] - ends[None, :-1, None]) / sizes * rng.uniform(1, 1.2, (len(options), layers, layers + 1))
     )
-    costs = table_of_arrays(work, work * 0.3, np.full_like(work, 0.01), work, work * 0.3, np.zeros_like(work))
+    free = np.zeros_like(work)
+    costs = table_of_arrays(work, work * 0.3, np.full_like(work, 0.01), work, work * 0.3, free, free)
     for schedule in ("1f1b", "zb-h1"):
         start = time.perf_counter()
         choice = choose_stages(problem_of(costs, options, (8, 8), 64, schedule, memory_bytes=3.0))
