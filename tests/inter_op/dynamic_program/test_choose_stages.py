@@ -80,6 +80,13 @@ def assert_best(problem, manual=None, *, same_choice=True):
     assert_faster(problem, manual, expected[0])
 
 
+def test_what_is_hoped_to_be_divided_is_missing_from_all_that_a_stage_needs():
+    costs = CostTable.of(1, 2, lambda i, j, z: cost_of(1.0, weight_bytes=8.0, least_bytes=10.0))
+    hoped = costs.with_divided_state((1, 4), (False, True))
+    assert [float(hoped.weight_bytes[z, 0, 1]) for z in range(2)] == [8, 2]
+    assert [float(hoped.least_bytes[z, 0, 1]) for z in range(2)] == [10, 4]
+
+
 def test_what_nothing_goes_below_is_not_what_stages_that_fill_no_machine_take():
     """The reduction of gradients takes so long that no stage time can matter; the least of them bounds all the same."""
     costs = CostTable.of(1, 2, lambda i, j, z: cost_of((5.0, 1.0)[z], once_s=10.0))
