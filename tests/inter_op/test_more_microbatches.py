@@ -61,7 +61,7 @@ def test_more_microbatches_are_compared_where_the_usual_ones_fit_with_recomputat
 
     free, small = found(None), found(None, larger)
     assert not any(free.shares)
-    limit = int(0.9 * peak(free.choice))
+    limit = int(0.95 * peak(free.choice))
     assert peak(small.choice) < limit
     again, more = found(limit), found(limit, larger=larger)
     assert any(again.shares)
