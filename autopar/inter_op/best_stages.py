@@ -90,7 +90,7 @@ class StageRules:
 class BestStages:
     """See the module's text. `outcomes`: what is known of each timetable; `ways`: all timetables.
 
-    `larger`: timetables with more microbatches, which are compared from `add_larger` on.
+    `larger`: timetables with more microbatches, which are compared from `add_larger` on. `processes`: how many may choose.
     """
 
     def __init__(

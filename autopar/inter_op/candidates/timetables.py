@@ -141,5 +141,5 @@ def seconds_at(known: Mapping[int, np.ndarray], count: int, *, share: np.ndarray
 
 def neighbours(count: int, counts: Collection[int]) -> list[int]:
     """Of these numbers of microbatches, among which `count` is, the next smaller one and the next larger one."""
-    smaller, larger = ([one for one in counts if one < count], [one for one in counts if one > count])
-    return [*([max(smaller)] if smaller else []), *([min(larger)] if larger else [])]
+    smaller, larger = (sorted(one for one in counts if one < count), sorted(one for one in counts if one > count))
+    return smaller[-1:] + larger[:1]

@@ -101,9 +101,11 @@ def _begun_in_results(
 ) -> dict[int, int]:
     """Values in whose memory loops go on to make results, each with its result: a stack of zeros lies where the rows will be."""
     found: dict[int, int] = {}
+    if not results:
+        return found
     made = {v for op in order for v in op.outputs}
     for at, op in reversed([*enumerate(order)]):
-        for out, over in zip(op.outputs, op.over, strict=bool(op.over)):
+        for out, over in zip(op.outputs, op.over, strict=True) if op.over else ():
             result, start = found.get(out, out), folding.original(over)
             if result in results and start in made and start not in results and last_reads[start] == at:
                 found[start] = result
