@@ -2,7 +2,7 @@
 
 In: a `Progress` from the pass that is at work. Out: each listener of this thread gets it, and so does Python's `logging`, by the
 logger `autopar`: a new phase and a better plan as INFO, everything else as DEBUG. Importing installs no handler, and without a
-listener a report costs a microsecond. What can go wrong: planning runs on in forks as well (`forked_jobs.py`), whose
+listener a report costs a microsecond. What can go wrong: planning runs on in forks as well (`forks/`), whose
 reports stay there; a listener hears of what its own process does.
 """
 

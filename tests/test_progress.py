@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 import autopar
-from autopar.forked_jobs import run_side_by_side
+from autopar.forks.jobs import run_side_by_side
 from autopar.progress import Progress, enter, listening, report
 
 

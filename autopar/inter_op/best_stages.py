@@ -18,7 +18,7 @@ from typing import TypeAlias
 import numpy as np
 
 from autopar.errors import ArgumentError, OutOfMemoryError
-from autopar.forked_jobs import run_side_by_side
+from autopar.forks.jobs import run_side_by_side
 from autopar.inter_op.candidates.timetables import Timetable
 from autopar.inter_op.candidates.tuning import Tuning
 from autopar.inter_op.costs_by_kind import CostsByKind

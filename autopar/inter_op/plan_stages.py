@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import cast
 
 from autopar.errors import ArgumentError, OutOfMemoryError
-from autopar.forked_jobs import run_side_by_side
+from autopar.forks.jobs import run_side_by_side
 from autopar.inter_op.candidates.tuning import TUNING, Tuning
 from autopar.inter_op.dynamic_program.kinds import KindOfNodes
 from autopar.inter_op.plan_stage import (

@@ -21,7 +21,7 @@ from autopar.avals import bytes_of
 from autopar.compat import Var
 from autopar.cost_model.machine import Cluster, Overlap
 from autopar.errors import AutoparError, OutOfMemoryError
-from autopar.forked_jobs import run_side_by_side
+from autopar.forks.jobs import run_side_by_side
 from autopar.inter_op.candidates.layer_figures import LayerFigures
 from autopar.inter_op.candidates.tuning import TUNING, Tuning
 from autopar.inter_op.dynamic_program.problem import ChosenStage

@@ -20,7 +20,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from autopar.forked_jobs import run_side_by_side
+from autopar.forks.jobs import run_side_by_side
 from autopar.inter_op.best_stages import BestStages, StageRules
 from autopar.inter_op.candidates.timetables import Timetable, neighbours
 from autopar.inter_op.candidates.tuning import TUNING, Tuning

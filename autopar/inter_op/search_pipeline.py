@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from autopar.errors import ArgumentError, OutOfMemoryError
-from autopar.forked_jobs import started_aside
+from autopar.forks.jobs import started_aside
 from autopar.inter_op.candidates.timetables import Timetable
 from autopar.inter_op.candidates.tuning import TUNING, Tuning
 from autopar.inter_op.costs_by_kind import ALIKE, KindsInOrder

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import TypeAlias, cast
 
 from autopar.errors import ConstraintError, OutOfMemoryError
-from autopar.forked_jobs import run_side_by_side
+from autopar.forks.jobs import run_side_by_side
 from autopar.intra_op.choices.allowed_values import asks_for_layouts
 from autopar.intra_op.choices.least_work import find_work
 from autopar.intra_op.mesh_search import MeshSearch

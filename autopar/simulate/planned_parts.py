@@ -17,7 +17,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from autopar.cost_model.device import Device
 from autopar.cost_model.machine import Cluster
 from autopar.errors import AutoparError
-from autopar.forked_jobs import run_side_by_side
+from autopar.forks.jobs import run_side_by_side
 from autopar.program.step import TracedStep
 from autopar.progress import enter
 from autopar.simulate.closed_forms.attention import attention_core

@@ -130,7 +130,7 @@ def test_nothing_of_autopar_writes_to_a_file_in_another_way():
         for path in sources
         if re.search(r"write_text|write_bytes|os\.write|open\([^)]*[\"'][wax]b?\+?[\"']", path.read_text())
     }
-    of_processes = {"forked_jobs.py", "line.py", "planning_ordinary.py"}
+    of_processes = {"jobs.py", "line.py", "planning_ordinary.py"}
     assert found - of_processes == {"whole_file.py", "loss_log.py", "line_log.py"}
 
 

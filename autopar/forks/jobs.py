@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, NoReturn, TypeVar, cast
 
+from autopar.forks.held_signals import holding_signals
+
 T = TypeVar("T")
 
 PATIENCE_S = 20.0
@@ -174,18 +176,16 @@ class _Fork:
 @contextlib.contextmanager
 def _fork_worker(jobs: Sequence[Callable[[], T]], queue: int, pack: Callable[[T], object] | None) -> Iterator[_Fork]:
     """A fork that works on the queue, and is gone at the end."""
-    with tempfile.TemporaryFile() as file:
-        with warnings.catch_warnings():
+    with tempfile.TemporaryFile() as file, contextlib.ExitStack() as ended:
+        with holding_signals(), warnings.catch_warnings():
             for message, category in _WARNED_OF:
                 warnings.filterwarnings("ignore", message, category)
             process = os.fork()
-        if process == 0:
-            _work_and_exit(jobs, queue, file, pack)
-        fork = _Fork(process, file)
-        try:
-            yield fork
-        finally:
-            fork.end()
+            if process == 0:
+                _work_and_exit(jobs, queue, file, pack)
+            fork = _Fork(process, file)
+            ended.callback(fork.end)
+        yield fork
 
 
 def _work_and_exit(

@@ -11,7 +11,7 @@ import pytest
 
 import autopar
 from autopar.errors import ArgumentError
-from autopar.forked_jobs import CAN_COUNT, run_side_by_side, started_aside
+from autopar.forks.jobs import CAN_COUNT, run_side_by_side, started_aside
 from autopar.models.registry import build
 from tests.inter_op.test_search import arguments, step, two_nodes
 
