@@ -129,8 +129,13 @@ def test_the_page_of_a_notebook_is_the_notebook() -> None:
 
 @pytest.mark.slow
 def test_the_printed_output_and_the_picture_are_what_the_commands_print() -> None:
+    """Python's own variables are handed on: readline, which pytest imports, gives a process a width that they do not name."""
     done = subprocess.run(
-        [sys.executable, str(DOCS / "generate.py"), "--check"], capture_output=True, text=True, check=False
+        [sys.executable, str(DOCS / "generate.py"), "--check"],
+        env=dict(os.environ),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
