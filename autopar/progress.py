@@ -12,6 +12,7 @@ import contextlib
 import contextvars
 import dataclasses
 import logging
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
@@ -30,6 +31,7 @@ class Progress:
         dropped: candidates that no longer matter.
         proven: candidates whose best plan is known.
         best_s: predicted seconds per step of the best plan so far.
+        promised_s: seconds per step of the stages that are best by what their layers take, which are not planned as a whole yet.
         bound_s: seconds per step that no plan can beat.
         seconds_left: until planning ends at the latest; infinite without a limit.
         at: what of the phase is being done, such as `mesh (2, 4)`.
@@ -42,6 +44,7 @@ class Progress:
     dropped: int | None = None
     proven: int | None = None
     best_s: float | None = None
+    promised_s: float | None = None
     bound_s: float | None = None
     seconds_left: float | None = None
     at: str | None = None
@@ -49,10 +52,16 @@ class Progress:
     stopping: str | None = None
 
     def after(self, before: Progress) -> Progress:
-        """All that is known after both reports; a new phase begins with no `at`, and another search with nothing."""
+        """All that is known after both reports; a new phase begins with no `at`, and another search with nothing.
+
+        The best step so far is the least of both. One that is as fast as promised, or has come instead, ends the promise.
+        """
         if self.search not in (None, before.search):
             before = Progress(stopping=before.stopping)
         known = {name: value for name, value in _fields(self).items() if value is not None}
+        if self.best_s is not None:
+            before = dataclasses.replace(before, promised_s=None)
+            known["best_s"] = min(self.best_s, math.inf if before.best_s is None else before.best_s)
         since = dataclasses.replace(before, at=None) if self.phase not in (None, before.phase) else before
         return dataclasses.replace(since, **known)
 
@@ -66,6 +75,8 @@ class Progress:
 
 Listener: TypeAlias = Callable[[Progress], None]
 _LISTENERS: contextvars.ContextVar[tuple[Listener, ...]] = contextvars.ContextVar("listeners", default=())
+_IS_OF_A_PART: contextvars.ContextVar[bool] = contextvars.ContextVar("is_of_a_part", default=False)
+_OF_THE_WHOLE = ("bounded", "dropped", "proven", "best_s", "bound_s")
 
 
 @contextlib.contextmanager
@@ -76,6 +87,16 @@ def listening(listener: Listener) -> Iterator[None]:
         yield
     finally:
         _LISTENERS.reset(token)
+
+
+@contextlib.contextmanager
+def planning_parts() -> Iterator[None]:
+    """A context in which layers or stages are planned, whose candidates, steps and bounds are not those of the whole step."""
+    token = _IS_OF_A_PART.set(True)
+    try:
+        yield
+    finally:
+        _IS_OF_A_PART.reset(token)
 
 
 def report(progress: Progress, event: str = "", *, is_news: bool = False) -> Progress:
@@ -89,6 +110,10 @@ def report(progress: Progress, event: str = "", *, is_news: bool = False) -> Pro
     Returns:
         `progress`, so that a search can go on from it: `now = report(replace(now, dropped=now.dropped + 1))`.
     """
+    if _IS_OF_A_PART.get():
+        progress = dataclasses.replace(progress, **dict.fromkeys(_OF_THE_WHOLE))
+        if not event and progress == Progress():
+            return progress
     if is_news and progress.phase is not None:
         reach("phase", progress.phase)
     LOGGER.log(logging.INFO if is_news else logging.DEBUG, "%s", event or progress)

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 import autopar
 from autopar.forks.jobs import run_side_by_side
-from autopar.progress import Progress, enter, listening, report
+from autopar.progress import Progress, enter, listening, planning_parts, report
+from tests.inter_op.test_search import arguments, step, two_nodes
 
 
 def a_step(state, batch):
@@ -44,6 +45,38 @@ def test_of_another_search_nothing_is_known_yet_but_that_planning_is_to_end():
     third = Progress(search="ZeRO-3, 3 of 5")
     assert third.after(before) == Progress(search="ZeRO-3, 3 of 5", stopping="stopping")
     assert str(dataclasses.replace(third, phase="planning")) == "ZeRO-3, 3 of 5, planning"
+
+
+def test_the_best_step_is_the_least_so_far_and_ends_what_stages_promise():
+    before = Progress(phase="planning", best_s=0.5, promised_s=0.3)
+    assert Progress(promised_s=0.2).after(before) == Progress(phase="planning", best_s=0.5, promised_s=0.2)
+    assert Progress(best_s=0.6).after(before) == Progress(phase="planning", best_s=0.5)
+    assert Progress(best_s=0.4).after(before) == Progress(phase="planning", best_s=0.4)
+
+
+def test_figures_of_a_part_are_not_said_of_the_step(caplog):
+    heard = []
+    with listening(heard.append), caplog.at_level(logging.DEBUG, logger="autopar"):
+        with planning_parts():
+            report(Progress(best_s=0.1), is_news=True)
+            report(Progress(at="mesh (2,)"))
+            report(Progress(bounded=2, dropped=1, proven=1, best_s=0.1, bound_s=0.1, seconds_left=9.0))
+        report(Progress(best_s=0.7))
+    assert heard == [Progress(at="mesh (2,)"), Progress(seconds_left=9.0), Progress(best_s=0.7)]
+    assert [record.message for record in caplog.records] == ["mesh (2,)", "seconds_left 9", "best_s 0.7"]
+
+
+def test_of_stages_what_they_promise_is_heard_and_then_what_they_take():
+    heard = []
+    with listening(heard.append):
+        plan = autopar.parallelize(step, devices=4, cluster=two_nodes(), planning_processes=1).plan(*arguments(64))
+    assert len(plan.stages) > 1
+    promised = [n for n, progress in enumerate(heard) if progress.promised_s is not None]
+    best = [n for n, progress in enumerate(heard) if progress.best_s is not None]
+    assert min(promised) < min(best)
+    assert min(heard[n].best_s for n in best) == plan.step_s
+    assert 0.9 * plan.step_s < heard[max(n for n in promised if n < min(best))].promised_s < 1.1 * plan.step_s
+    assert any((progress.phase or "").startswith("planning layers") for progress in heard[: best[0]])
 
 
 def test_the_log_has_phases_and_better_plans_as_info_and_the_rest_as_debug(caplog):

@@ -24,6 +24,7 @@ from autopar.intra_op.request import PlanRequest
 from autopar.layouts.mesh import LogicalMesh
 from autopar.pipeline_plan import ONCE, PipelinePlan, StagePlan, TransferPlan
 from autopar.program.step import TracedStep
+from autopar.progress import Progress, report
 from autopar.schedules.in_flight import InFlight
 from autopar.schedules.tasks import Schedule
 from autopar.stages.tasks.mesh_memory import StageShare, share_peak
@@ -80,6 +81,7 @@ def describe_pipeline(traced: TracedStep, staged: Staged, schedule: Schedule, re
         scan_cuts=staged.split.cuts,
         assumed_finite=staged.stages[0].program.cut.loop.plan.assumed_finite,
     )
+    report(Progress(best_s=plan.step_s), is_news=True)
     return PlannedPipeline(traced, plan, staged)
 
 

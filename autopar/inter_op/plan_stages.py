@@ -38,7 +38,7 @@ from autopar.layouts.mesh import LogicalMesh
 from autopar.microbatches.loop import TimeLoop
 from autopar.plan import Plan
 from autopar.program.step import TracedStep
-from autopar.progress import enter
+from autopar.progress import enter, planning_parts
 from autopar.schedules.in_flight import InFlight
 from autopar.stages.chain import forward_chain
 from autopar.stages.cut import cut_stages, place_stages
@@ -141,7 +141,8 @@ def plan_stages(
         known=wanted.known,
         also=wanted.also,
     )
-    stages = _plan_together(planning, jobs, processes=request.processes)
+    with planning_parts():
+        stages = _plan_together(planning, jobs, processes=request.processes)
     stages = [_on_kind(stage, wanted.kind_of(number)) for number, stage in enumerate(stages)]
     return _staged(wanted, cut, cuts or (), stages, split)
 

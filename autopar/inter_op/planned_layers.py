@@ -34,7 +34,7 @@ from autopar.intra_op.request import PlanRequest, logical_meshes
 from autopar.layouts.constraints import Constraints
 from autopar.layouts.mesh import LogicalMesh
 from autopar.microbatches.loop import TimeLoop
-from autopar.progress import enter
+from autopar.progress import enter, planning_parts
 from autopar.stages.chain import forward_chain
 from autopar.stages.cut import cut_stages
 from autopar.stages.identical import find_identical
@@ -293,7 +293,8 @@ class PlannedLayers:
         meshes = self._meshes_for(layer, devices)
         request = dataclasses.replace(self._request, meshes=meshes, processes=processes)
         try:
-            planned = self._planner(program, request)
+            with planning_parts():
+                planned = self._planner(program, request)
         except OutOfMemoryError:
             return _TooLarge()
         # Its stage is called, with all layers at once.

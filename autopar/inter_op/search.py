@@ -34,6 +34,7 @@ from autopar.inter_op.plan_stage import Planner, plan_program
 from autopar.intra_op.request import PlanRequest
 from autopar.layouts.mesh import LogicalMesh
 from autopar.microbatches.loop import TimeLoop
+from autopar.progress import Progress, report
 from autopar.schedules.schedules import NAMED_SCHEDULES
 from autopar.solver.budget import Budget
 
@@ -124,6 +125,7 @@ class _StageSearch:
     def _plan_chosen(self, best: Timetable) -> bool:
         """Plan layers where the best choice takes estimates of them, unless it is too slow; whether there are any."""
         choice = self.stages.choices[best]
+        report(Progress(promised_s=choice.step_s))
         count, submeshes = best.microbatches, [stage.submesh for stage in choice.stages]
         is_new = not self._is_too_slow(choice) and (
             self.costs.plan_more(count, submeshes) or self.costs.plan_others(count, choice.stages)

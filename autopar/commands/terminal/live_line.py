@@ -1,7 +1,7 @@
 """What a terminal shows while a plan is sought: one line that moves, and is gone at the end.
 
-In: the reports of the search (`autopar.progress`). Out, on standard error: the phase, candidates, the best step so far, the bound
-and the seconds left; with `-v` also the log. A thread of rich draws the line four times a second, so that it moves during long
+In: the reports of the search (`autopar.progress`). Out, on standard error: the phase, candidates, the best step so far, what
+stages promise, the bound and the seconds left; with `-v` also the log. A thread of rich draws the line four times a second, so that it moves during long
 steps as well. A narrow terminal gets the best step and the seconds whole: candidates go first, then the bound, then the end of
 the phase. A pipe or a file gets nothing but the log that `-v` asks for.
 """
@@ -90,7 +90,8 @@ def describe(now: Progress, *, elapsed_s: float, left_s: float = math.inf, width
     phase = ", ".join(filter(None, [now.stopping, now.search, now.phase or "starting", now.at]))
     counts = {"bounded": now.bounded, "dropped": now.dropped, "proven": now.proven}
     candidates = " / ".join(f"{count} {name}" for name, count in counts.items() if count is not None)
-    best, bound = _step_text("best step", now.best_s), _step_text("bound", now.bound_s)
+    best = _join([_step_text("best step", now.best_s), _step_text("stages promise", now.promised_s)])
+    bound = _step_text("bound", now.bound_s)
     time = f"{max(0.0, left_s):.0f} s left" if math.isfinite(left_s) else f"{elapsed_s:.0f} s"
     for said in ([phase, candidates, best, bound, time], [phase, best, bound, time], [phase, best, time]):
         words = _join(said)

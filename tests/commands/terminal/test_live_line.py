@@ -50,6 +50,8 @@ def test_the_words_are_phase_candidates_best_step_bound_and_seconds_left():
     assert describe(Progress(phase="tracing", stopping="stopping"), elapsed_s=3.2) == "stopping, tracing · 3 s"
     of_several = Progress(phase="tracing", search="ZeRO-2, 2 of 5")
     assert describe(of_several, elapsed_s=3.2) == "ZeRO-2, 2 of 5, tracing · 3 s"
+    promising = Progress(phase="choosing stages", promised_s=0.023)
+    assert describe(promising, elapsed_s=3.2) == "choosing stages · stages promise 23.0 ms · 3 s"
     assert describe(Progress(), elapsed_s=9.0, left_s=-4.0) == "starting · 0 s left"
 
 
