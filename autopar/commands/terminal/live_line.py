@@ -1,9 +1,9 @@
 """What a terminal shows while a plan is sought: one line that moves, and is gone at the end.
 
 In: the reports of the search (`autopar.progress`). Out, on standard error: the phase, candidates, the best step so far, what
-stages promise, the bound and the seconds left; with `-v` also the log. A thread of rich draws the line four times a second, so that it moves during long
-steps as well. A narrow terminal gets the best step and the seconds whole: candidates go first, then the bound, then the end of
-the phase. A pipe or a file gets nothing but the log that `-v` asks for.
+stages promise, the bound and the seconds left; with `-v` also the log. A thread of rich draws the line four times a second, so
+that it moves during long steps as well. A narrow terminal gets the steps and the seconds whole: candidates go first, then the
+bound, then the end of the phase. A pipe or a file gets nothing but the log that `-v` asks for.
 """
 
 from __future__ import annotations
