@@ -36,7 +36,6 @@ from autopar.inter_op.layer_costs import LayerCosts
 from autopar.inter_op.layer_sums import Repetition, repetitions
 from autopar.plan import Alternative
 from autopar.progress import enter
-from autopar.schedules.schedules import NAMED_SCHEDULES
 from autopar.solver.budget import Budget
 
 
@@ -347,7 +346,7 @@ class BestStages:
 
     def table(self, way: Timetable) -> CostTable:
         """What layers cost in a timetable."""
-        is_split = NAMED_SCHEDULES[way.schedule].is_split
+        is_split = way.is_split
         return self._costs.table(way.microbatches, self._rules.options, shares=self._rules.shares, split=is_split)
 
     def _is_late(self) -> bool:

@@ -261,7 +261,7 @@ def schedule_for(timetable: Timetable, num_meshes: int) -> Schedule:
 
 def in_flight_if_split(timetable: Timetable, num_meshes: int) -> tuple[InFlight, ...]:
     """What the schedules keep in flight that split the backward, in the same number of microbatches; one stage on each mesh."""
-    if timetable.virtual_stages > 1 or NAMED_SCHEDULES[timetable.schedule].is_split:
+    if timetable.virtual_stages > 1 or timetable.is_split:
         return ()
     split = [name for name, schedule in NAMED_SCHEDULES.items() if schedule.is_split]
     return tuple(InFlight(schedule_for(dataclasses.replace(timetable, schedule=one), num_meshes)) for one in split)

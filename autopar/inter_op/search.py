@@ -35,7 +35,6 @@ from autopar.intra_op.request import PlanRequest
 from autopar.layouts.mesh import LogicalMesh
 from autopar.microbatches.loop import TimeLoop
 from autopar.progress import Progress, report
-from autopar.schedules.schedules import NAMED_SCHEDULES
 from autopar.solver.budget import Budget
 
 
@@ -232,7 +231,7 @@ class _StageSearch:
         """
         if not self.costs.has_common or math.isinf(self.rules.limit_bytes):
             return
-        fitting = (count for count in self.stages.counts if any(map(self._may_fit, self.stages.with_count(count))))
+        fitting = filter(self._may_fit, self.stages.counts)
         for start in (start for count in fitting for start in (self._find_better(count), count)):
             if self.costs.start_with(start):
                 return self.stages.begin_with(start)
@@ -255,19 +254,21 @@ class _StageSearch:
         enough_s = (1 + self.tuning.worth) * min(promised_s.values())
         return next(number for number, seconds in promised_s.items() if seconds <= enough_s)
 
-    def _may_fit(self, way: Timetable) -> bool:
-        """Whether the layers that repeat fit the memory in some stages."""
-        return may_fit(self.rules.problem(way, self._table_of_common(way)), Manual(num_stages=self.rules.num_stages))
+    def _may_fit(self, count: int) -> bool:
+        """Whether the layers that repeat fit the memory in some stages in this number of microbatches."""
+        manual = Manual(num_stages=self.rules.num_stages)
+        table = functools.cache(lambda is_split: self._table_of_common(count, is_split=is_split))
+        problems = (self.rules.problem(way, table(way.is_split)) for way in self.stages.with_count(count))
+        return any(may_fit(problem, manual) for problem in problems)
 
     def _choose_for_common(self, count: int) -> StageChoice | None:
         """The best stages in this number of microbatches as if there were only the layers that repeat; None if there are none."""
         way = self.stages.with_count(count)[0]
-        outcome = self.stages.solve(way, costs=self._table_of_common(way))
+        outcome = self.stages.solve(way, costs=self._table_of_common(count, is_split=way.is_split))
         return outcome if isinstance(outcome, StageChoice) else None
 
-    def _table_of_common(self, way: Timetable) -> CostTable:
-        is_split, rules = NAMED_SCHEDULES[way.schedule].is_split, self.rules
-        return self.costs.table_of_common(way.microbatches, rules.options, shares=rules.shares, split=is_split)
+    def _table_of_common(self, count: int, *, is_split: bool) -> CostTable:
+        return self.costs.table_of_common(count, self.rules.options, shares=self.rules.shares, split=is_split)
 
     def _end(self, choices: Mapping[Timetable, StageChoice]) -> Found | NotFaster:
         """The best of what is known when the budget is over.
@@ -389,7 +390,7 @@ class _StageSearch:
         Only of a schedule with a split backward, whose seconds are exact for equal stages alone.
         """
         count = len(choice.stages)
-        if not NAMED_SCHEDULES[way.schedule].is_split or count == 1 or self.rules.num_stages or self.budget.is_over:
+        if not way.is_split or count == 1 or self.rules.num_stages or self.budget.is_over:
             return []
         near_s = (1 + self.tuning.near) * choice.step_s
         numbers = [number for number in range(max(2, count - 1), count + 3) if number != count]

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from autopar.microbatches.loop import TimeLoop
 from autopar.program.loops import LoopEquation
 from autopar.stages.chain import ForwardEquation, forward_chain
-from autopar.stages.scan_stacks import ForwardWork, ScanCuts, find_stacks, forward_work
+from autopar.stages.scan_stacks import ForwardWork, ScanCuts, find_stacks, forward_work, is_scan
 from autopar.stages.split_scans import SplitStep, split_scans
 from autopar.stages.time_loops import make_loops
 
@@ -37,6 +37,8 @@ def rejoin_scans(
     Returns:
         The step, its loop and its cuts.
     """
+    if not any(map(is_scan, split.whole.program.equations)):
+        return split, loop, tuple(cuts)
     chain = forward_chain(loop)
     needed = _needed(split, chain, cuts, shares or (0.0,) * (len(cuts) + 1))
     if needed is None or needed == split.cuts or not (split.cuts or any(needed)):

@@ -34,6 +34,11 @@ class Timetable:
     schedule: ScheduleName
     virtual_stages: int = 1
 
+    @property
+    def is_split(self) -> bool:
+        """Whether backward is split into the cotangents of a stage's inputs and the gradients of its weights."""
+        return NAMED_SCHEDULES[self.schedule].is_split
+
 
 def usual_microbatches(counts: Sequence[int], num_stages: int, *, devices: int = 1) -> int:
     """The largest number of microbatches up to four per stage: there the bubble is at most a fifth of the step.
