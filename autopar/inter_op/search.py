@@ -9,8 +9,7 @@ fewer now, it is planned as well, if it would pay with its state divided. What c
 such as a relayout at a boundary saved or an activation freed early. So the chosen stages are planned again as wholes, and their
 own figures are the plan's.
 
-Where nothing fits the memory in the numbers of microbatches around the usual one, or only with forward work done again, larger
-ones are compared.
+Where nothing fits the memory in numbers around the usual one, or only with forward work done again, larger ones are compared.
 """
 
 from __future__ import annotations
@@ -44,6 +43,7 @@ def search_stages(
     *,
     devices: int,
     timetables: Sequence[Timetable],
+    start: int | None = None,
     larger: Sequence[Timetable] = (),
     num_stages: int | None = None,
     shares: Sequence[float] = (0.0,),
@@ -56,10 +56,11 @@ def search_stages(
     """The best stages in the best of these timetables, with as much recomputation as pays.
 
     Args:
-        loop_of: the step in a number of microbatches; the search begins with that of the first timetable.
+        loop_of: the step in a number of microbatches.
         request: the machine, the memory limit, the constraints; its meshes are not used.
         devices: their number, all of which the stages use.
         timetables: what is compared.
+        start: in how many microbatches layers are planned first, if not in that of the first timetable.
         larger: timetables with more microbatches, compared as well if nothing fits the memory in those, or not as it is.
         num_stages: the number of meshes, if it is given.
         shares: of its forward work, what the backward pass of a stage may do again; each stage gets one of them.
@@ -73,17 +74,13 @@ def search_stages(
         OutOfMemoryError: no stages fit.
         ArgumentError: nothing is left to choose.
     """
-    shape, start, is_hurried = machine_shape(request.cluster, devices), timetables[0].microbatches, beat_s is not None
-    make = functools.partial(LayerCosts, loop_of, start, smallest_first=is_hurried, tuning=tuning, planner=planner)
+    shape, is_hurried = machine_shape(request.cluster, devices), beat_s is not None
+    first = start or timetables[0].microbatches
+    make = functools.partial(LayerCosts, loop_of, first, smallest_first=is_hurried, tuning=tuning, planner=planner)
     costs, options, limit = costs_on(shape, request, kinds, make, num_stages)
-    parts = tuple(kind.part for kind in kinds.order)
+    most, parts = tuning.room * limit, tuple(kind.part for kind in kinds.order)
     rules = StageRules(
-        options=options,
-        shares=tuple(shares),
-        shape=shape,
-        limit_bytes=tuning.room * limit,
-        num_stages=num_stages,
-        parts=parts,
+        options=options, shares=tuple(shares), shape=shape, limit_bytes=most, num_stages=num_stages, parts=parts
     )
     own, to_beat_s = budget or request.budget, math.inf if beat_s is None else beat_s
     stages = BestStages(costs, timetables, rules, larger=larger, processes=request.processes, budget=own, tuning=tuning)
@@ -229,12 +226,12 @@ class _StageSearch:
 
         Without one the search begins with the usual number, and finds out why nothing fits.
         """
-        if not self.costs.has_common or math.isinf(self.rules.limit_bytes):
-            return
-        fitting = filter(self._may_fit, self.stages.counts)
-        for start in (start for count in fitting for start in (self._find_better(count), count)):
+        is_open = self.costs.has_common and math.isfinite(self.rules.limit_bytes)
+        counts = sorted(self.stages.counts if is_open else (), key=lambda count: count not in self.costs.counts)
+        for start in (start for count in filter(self._may_fit, counts) for start in (self._find_better(count), count)):
             if self.costs.start_with(start):
                 return self.stages.begin_with(start)
+        self.costs.start_with(self._first.microbatches)
 
     def _find_better(self, count: int) -> int:
         """A number of microbatches that promises more than `count`; that itself if none does.

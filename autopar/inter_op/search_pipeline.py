@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from autopar.errors import ArgumentError, OutOfMemoryError
 from autopar.forks.jobs import started_aside
-from autopar.inter_op.candidates.timetables import Timetable
+from autopar.inter_op.attempts import bytes_held
+from autopar.inter_op.candidates.timetables import Timetable, likely_microbatches
 from autopar.inter_op.candidates.tuning import TUNING, Tuning
 from autopar.inter_op.costs_by_kind import ALIKE, KindsInOrder
 from autopar.inter_op.describe_pipeline import PlannedPipeline, bound_stages, describe_pipeline
@@ -42,6 +43,7 @@ from autopar.program.step import TracedStep
 from autopar.schedules.in_flight import InFlight
 from autopar.solver.budget import LateError
 from autopar.stages.chain import forward_chain
+from autopar.stages.dependence import kept_for_backward
 from autopar.stages.even_cuts import boundaries, choose_even_cuts
 from autopar.stages.rejoin_scans import rejoin_scans
 from autopar.stages.scan_stacks import every_layer
@@ -146,14 +148,18 @@ def _search(
     tuning: Tuning,
     kinds: KindsInOrder,
 ) -> SearchedPipeline | OneStage:
-    tables = wishes.timetables(traced, num_stages or _usual_stages(request, devices, kinds), devices, tuning)
+    likely_stages = num_stages or _usual_stages(request, devices, kinds)
+    tables = wishes.timetables(traced, likely_stages, devices, tuning)
+    larger = wishes.larger_timetables(traced, tables, tuning)
+    start = _likely_start(traced, request, devices, likely_stages, [*tables, *larger], tuning)
     split = split_scans(traced, every_layer(traced))
     found = search_stages(
         make_loops(split, tables[0].microbatches),
         request,
+        start=start,
         devices=devices,
         timetables=tables,
-        larger=wishes.larger_timetables(traced, tables, tuning),
+        larger=larger,
         num_stages=num_stages,
         shares={"auto": tuning.recomputed_shares, "none": (0.0,)}.get(wishes.recompute, (1.0,)),
         beat_s=beat_s,
@@ -299,6 +305,24 @@ class Wholes:
         recompute = self.wishes.recompute
         staged = plan_with_recomputation(self.traced, wanted, of_stage, recompute, tuning=self.tuning)
         return describe_pipeline(self.traced, staged, schedule, self.request)
+
+
+def _likely_start(
+    traced: TracedStep,
+    request: PlanRequest,
+    devices: int,
+    num_stages: int,
+    tables: Sequence[Timetable],
+    tuning: Tuning,
+) -> int:
+    """The number of microbatches in which layers are planned first: the usual one, or one whose stages have more room."""
+    usual, limit = tables[0].microbatches, request.memory_limit_bytes
+    if limit is None:
+        return usual
+    held = bytes_held(leaf for leaf in traced.inputs if leaf.role != "batch")
+    room_bytes = (devices * limit - held) / min(num_stages, max(tuning.layer_counts))
+    counts = {one.microbatches for one in tables}
+    return likely_microbatches(usual, counts, kept_bytes=kept_for_backward(traced), room_bytes=room_bytes)
 
 
 def _promising(found: Found) -> Promising:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from autopar.avals import bytes_of
 from autopar.compat import Var
 from autopar.microbatches.loop import TimeLoop
 from autopar.program.program import Equation, operands_of
 from autopar.program.step import TracedStep
 from autopar.program.task_name import TaskName
+from autopar.program.walk import dependents_of
 from autopar.stages.backward import find_backward
 from autopar.stages.segments import is_costly
 
@@ -21,6 +23,16 @@ from autopar.stages.segments import is_costly
 def takes_gradients(traced: TracedStep) -> bool:
     """Whether a step has a backward pass."""
     return bool(find_backward(traced).equations)
+
+
+def kept_for_backward(traced: TracedStep) -> float:
+    """The bytes of what the forward pass makes of the whole batch and backward reads, however the batch is cut."""
+    backward = find_backward(traced).equations
+    leaves = zip(traced.program.invars, traced.inputs, strict=True)
+    examples = dependents_of(traced.program, [v for v, leaf in leaves if leaf.role == "batch"])
+    forward = {v for eqn in traced.program.equations if eqn not in backward for v in eqn.outvars}
+    read = {v for eqn in backward for v in operands_of(eqn)}
+    return float(sum(bytes_of(v) for v in read & forward & examples))
 
 
 class Dependence:

@@ -78,6 +78,7 @@ def test_one_schedule_of_one_number_of_microbatches_is_settled_before_others_are
         plan_more=plan_more,
         plan_others=lambda count, stages: False,
         has_common=False,
+        start_with=lambda count: True,
     )
     rules = types.SimpleNamespace(options=(), shares=(), num_stages=None, problem=lambda way, table: way)
     first, second = WAYS[2], Timetable(4, "zb-h1")

@@ -50,6 +50,28 @@ def test_layers_are_planned_first_in_a_roomier_number_where_others_do_forward_wo
     assert found.choice.step_s <= alone.choice.step_s, "what begins elsewhere comes back where that is faster"
 
 
+def test_layers_are_planned_first_in_the_number_that_is_likely_and_the_search_goes_on_from_there_if_they_fit():
+    """Nothing is planned in the usual number of microbatches before; without a limit the search begins with that."""
+    counts = (4, 2, 8, 16)
+
+    def search(limit):
+        planner = CountingPlanner()
+        found = search_stages(
+            make_loops(split_scans(traced_step(*arguments(64, layers=8, batch=4096)), ()), counts[0]),
+            request_on(two_nodes(), limit),
+            devices=4,
+            timetables=[Timetable(count, "1f1b") for count in counts],
+            start=8,
+            planner=planner,
+        )
+        return found, [program.cut.loop.plan.microbatches for program, _ in planner.asked]
+
+    found, asked = search(1 << 33)
+    assert asked[0] == 8
+    assert found.timetable.microbatches in counts
+    assert search(None)[1][0] == 4
+
+
 @pytest.mark.parametrize("is_alike", [True, False])
 def test_layers_are_planned_first_in_the_next_number_that_promises_more_if_most_work_is_in_the_one_that_repeats(
     is_alike, monkeypatch

@@ -9,6 +9,7 @@ from autopar.inter_op.candidates.timetables import (
     Timetable,
     counts_around,
     latency_share,
+    likely_microbatches,
     list_timetables,
     more_counts,
     neighbours,
@@ -104,6 +105,14 @@ def test_the_usual_number_is_one_whose_examples_the_devices_of_a_stage_divide():
     assert usual_microbatches(divisors(14), 2, devices=8) == 7, "2 examples among 4 devices: the largest as well as any"
     assert usual_microbatches((1, 16), 2, devices=16) == 1, "two per stage at least: nothing is near"
     assert usual_microbatches((1, 2, 4, 8, 16), 2, devices=16) == 4, "nor is 2, whose 8 examples all 8 devices divide"
+
+
+@pytest.mark.parametrize(
+    ("room_bytes", "expected"), [(1 << 20, 4), (16 << 10, 4), (15 << 10, 8), (4 << 10, 16), (100, 4)]
+)
+def test_stages_probably_fit_in_the_usual_number_or_in_the_next_one_with_room_for_what_they_keep(room_bytes, expected):
+    found = likely_microbatches(4, [16, 8, 4, 2, 64 // 3, 1], kept_bytes=64 << 10, room_bytes=room_bytes)
+    assert found == expected
 
 
 def test_the_neighbours_of_a_number_are_the_next_ones_whatever_the_order():

@@ -5,6 +5,7 @@ import functools
 import inspect
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import autopar
@@ -16,9 +17,10 @@ from autopar.program.program import operands_of
 from autopar.program.trace import trace
 from autopar.rules.table import entry_for
 from autopar.stages.backward import find_backward
-from autopar.stages.dependence import Dependence, takes_gradients
+from autopar.stages.dependence import Dependence, kept_for_backward, takes_gradients
 from tests import pipeline_steps, zoo
 from tests.fast_part import on_the_diagonal
+from tests.inter_op.test_search import arguments, traced_step
 from tests.models.conftest import SIZES
 from tests.oracles import assert_same_as_jit
 from tests.stages import handmade_steps, scanned_steps
@@ -261,3 +263,30 @@ def test_backward_passes_of_other_kinds_run_in_stages(name):
     step, state, batch = getattr(handmade_steps, name)()
     parallel = in_stages(step, 2, schedule="1f1b")
     assert_same_as_jit(step, parallel, state, batch)
+
+
+def test_what_is_kept_for_backward_grows_with_the_batch_and_is_less_where_forward_is_done_again():
+    def step(block):
+        def run(weights, x):
+            def loss(weights):
+                h = x
+                for w in weights:
+                    h = block(h, w)
+                return jnp.mean(h**2)
+
+            return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
+
+        return run
+
+    def block(h, w):
+        return jnp.tanh(jnp.sin(h @ w))
+
+    def kept(block, batch):
+        return kept_for_backward(traced_step(*arguments(32, layers=6, batch=batch), fun=step(block)))
+
+    one_value = 8 * 32 * 4
+    assert kept(block, 16) == 2 * kept(block, 8)
+    assert (
+        6 * one_value <= kept(jax.checkpoint(block), 8) <= 8 * one_value
+    )  # what each block is given, and the loss's own
+    assert kept(block, 8) >= 2 * kept(jax.checkpoint(block), 8)

@@ -94,6 +94,20 @@ def _spread(counts: Sequence[int], examples: int, tuning: Tuning) -> tuple[int, 
     return tuple(sorted({min(counts, key=functools.partial(rank, step=float(step))) for step in steps}))
 
 
+def likely_microbatches(usual: int, counts: Collection[int], *, kept_bytes: float, room_bytes: float) -> int:
+    """The usual number of microbatches, or the next larger one whose stages have room for what they keep for backward.
+
+    The first of S stages holds S microbatches in 1F1B, of each of which it keeps a part in S of what all stages keep.
+
+    Args:
+        counts: those that may be taken. Without one that has room the usual number is taken.
+        kept_bytes: what all stages keep of the whole batch.
+        room_bytes: the memory of a stage's devices for this.
+    """
+    larger = sorted(count for count in counts if count > usual)
+    return next((count for count in (usual, *larger) if kept_bytes / count <= room_bytes), usual)
+
+
 def list_timetables(
     counts: Sequence[int],
     *,
