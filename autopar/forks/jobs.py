@@ -162,14 +162,19 @@ class _Fork:
         return ()
 
     def end(self) -> None:
-        """Kill it if it is still at work."""
-        if self._is_at_work():
-            os.kill(self._process, signal.SIGKILL)
-            os.waitpid(self._process, 0)
-            self._has_ended = True
+        """Kill it if it is still at work, and wait until it is gone, whatever signals come meanwhile."""
+        with holding_signals():
+            if self._is_at_work():
+                os.kill(self._process, signal.SIGKILL)
+                os.waitpid(self._process, 0)
+                self._has_ended = True
 
     def _is_at_work(self) -> bool:
-        self._has_ended = self._has_ended or os.waitpid(self._process, os.WNOHANG)[0] != 0
+        if not self._has_ended:
+            try:
+                self._has_ended = os.waitpid(self._process, os.WNOHANG)[0] != 0
+            except ChildProcessError:  # it had been waited for when a handler raised, before that was noted
+                self._has_ended = True
         return not self._has_ended
 
 

@@ -135,3 +135,41 @@ def test_a_signal_that_a_fork_gets_as_it_begins_does_not_run_the_handler_of_the_
     signal.signal(signal.SIGUSR1, end_this_copy)
     monkeypatch.setattr(os, "fork", fork_and_ring)
     assert len({*run_side_by_side([job] * 2, processes=2)} - {here}) == 1
+
+
+def test_a_fork_that_is_ended_as_a_signal_comes_is_gone_all_the_same(rings, monkeypatch):
+    wait, here, asked = os.waitpid, os.getpid(), []
+
+    def wait_and_ring(process, options):
+        asked.append(process)
+        if options == 0:
+            signal.raise_signal(signal.SIGALRM)
+        return wait(process, options)
+
+    def job():
+        if os.getpid() != here:
+            time.sleep(60)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(os, "waitpid", wait_and_ring)
+    with pytest.raises(RungError):
+        run_side_by_side([job] * 2, processes=2, ends_at_error=True)
+    assert rings == [signal.SIGALRM]
+    with pytest.raises(ChildProcessError):
+        wait(asked[-1], os.WNOHANG)
+
+
+def test_a_fork_that_had_ended_before_it_was_noted_has_ended(rings, monkeypatch):
+    """The handler of a signal that comes during the call raises right behind it."""
+    wait, here = os.waitpid, os.getpid()
+
+    def wait_and_ring(process, options):
+        ended = wait(process, options)
+        if ended[0]:
+            monkeypatch.setattr(os, "waitpid", wait)
+            signal.raise_signal(signal.SIGALRM)
+        return ended
+
+    monkeypatch.setattr(os, "waitpid", wait_and_ring)
+    with pytest.raises(RungError):
+        run_side_by_side([lambda: time.sleep(0 if os.getpid() == here else 0.2)] * 2, processes=2)
