@@ -23,12 +23,12 @@ class _Held:
 
     def __init__(self) -> None:
         self.before: dict[int, Handler] = {}
-        self.came: list[int] = []
+        self.came: list[tuple[int, FrameType | None]] = []
         self.holds = True
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self.holds:
-            self.came.append(number)
+            self.came.append((number, frame))
         else:
             self.before[number](number, frame)
 
@@ -47,8 +47,8 @@ class _Held:
         finally:
             self.holds = False
         with contextlib.ExitStack() as all_of_them:  # also if the handler of one raises
-            for number in reversed(self.came):
-                all_of_them.callback(signal.raise_signal, number)
+            for number, frame in reversed(self.came):
+                all_of_them.callback(self.before[number], number, frame)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 
@@ -45,6 +46,22 @@ def test_handlers_run_at_the_end_each_of_them_and_are_in_place_again(rings):
         hold_two()
     assert rings == [signal.SIGALRM, signal.SIGUSR1]
     assert signal.getsignal(signal.SIGALRM) is signal.getsignal(signal.SIGUSR1) is handler
+
+
+def test_whoever_waits_for_signals_by_a_file_hears_of_each_once():
+    here, there = socket.socketpair()
+    with here, there:
+        here.setblocking(False)
+        there.setblocking(False)
+        before = signal.set_wakeup_fd(there.fileno())
+        handler = signal.signal(signal.SIGUSR2, lambda number, frame: None)
+        try:
+            with holding_signals():
+                signal.raise_signal(signal.SIGUSR2)
+        finally:
+            signal.set_wakeup_fd(before)
+            signal.signal(signal.SIGUSR2, handler)
+        assert here.recv(8) == bytes([signal.SIGUSR2])
 
 
 def test_what_is_ignored_or_left_to_the_system_stays_so():
