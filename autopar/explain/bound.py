@@ -46,5 +46,5 @@ def is_proven(plan: Plan | PipelinePlan) -> bool:
 
 def _saved_text(plan: Plan | PipelinePlan, bound_s: float) -> str:
     """The part of the step that a plan at the bound would save."""
-    saved = max(0.0, 1 - bound_s / plan.step_s)
+    saved = max(0.0, 1 - bound_s / plan.step_s) if plan.step_s else 0.0
     return f"{saved:.1%}" if saved >= _SHOWN else "0.1%"

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from autopar.explain.bound import is_proven
 from autopar.explain.tables import meshes_left, new_table
-from autopar.explain.units import bytes_text, seconds_text
+from autopar.explain.units import bytes_text, seconds_text, slower_text
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Alternative, Plan
 
@@ -104,13 +104,13 @@ def why_chosen(plan: Plan | PipelinePlan) -> Iterator[str]:
         return
     if nearest is not None and math.isfinite(_seconds(nearest)):
         sure = {"": "", "~": "an estimated ", ">": "at least "}[_doubt(nearest)]
-        words += f"; next is {_told_from(chosen, nearest, plan)}, {sure}{_slower(nearest, plan)} slower"
+        words += f"; next is {_told_from(chosen, nearest, plan)}, {sure}{_slower(nearest, plan)}"
     yield words
     if _seconds(others[0]) < plan.step_s:
         yield f"{_told_from(chosen, others[0], plan)} may be faster: {_why_left(plan)}"
     one_mesh = next((one for one in others[1:] if not one.schedule and one.step_s is not None), None)
     if one_mesh is not None and isinstance(plan, PipelinePlan):
-        yield f"one mesh would take {_step_text(one_mesh)}, {_slower(one_mesh, plan)} slower: {_way_text(one_mesh, plan)}"
+        yield f"one mesh would take {_step_text(one_mesh)}, {_slower(one_mesh, plan)}: {_way_text(one_mesh, plan)}"
 
 
 def _told_from(other: Alternative | None, one: Alternative, plan: Plan | PipelinePlan) -> str:
@@ -168,11 +168,11 @@ def _verdict(one: Alternative, plan: Plan | PipelinePlan) -> str:
         return _OBSTACLES.get(one.obstacle, "does not fit, or cannot be cut so")
     if _seconds(one) < plan.step_s:
         return f"may be faster: {_why_left(plan)}"
-    return f"{'at least ' if _doubt(one) == '>' else ''}{_slower(one, plan)} slower"
+    return f"{'at least ' if _doubt(one) == '>' else ''}{_slower(one, plan)}"
 
 
 def _slower(one: Alternative, plan: Plan | PipelinePlan) -> str:
-    return f"{_seconds(one) / plan.step_s - 1:.1%}"
+    return slower_text(_seconds(one), plan.step_s)
 
 
 def _step_text(one: Alternative) -> str:

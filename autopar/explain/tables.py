@@ -24,7 +24,7 @@ from autopar.explain.paths import (
     source_text,
     value_text,
 )
-from autopar.explain.units import bytes_text, seconds_text
+from autopar.explain.units import bytes_text, seconds_text, slower_text
 from autopar.layouts.mesh import AXIS_NAMES
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Candidate, CollectivePlan, LiveTensor, Plan, ValuePlan
@@ -375,7 +375,7 @@ def _candidate_verdict(candidate: Candidate, plan: Plan) -> str:
     if _may_save(candidate, plan):
         return f"could save at most {1 - seconds / plan.step_s:.1%}: left, as its search would take longer than that is worth"
     at_least = "at least " if candidate.step_s is None else ""
-    return f"{at_least}{seconds / plan.step_s - 1:.1%} slower"
+    return f"{at_least}{slower_text(seconds, plan.step_s)}"
 
 
 def _mesh_text(shape: Sequence[int], names: Sequence[str]) -> str:

@@ -36,6 +36,11 @@ def _three_digits(number: float) -> str:
     return f"{rounded:,.{decimals}f}"
 
 
+def slower_text(seconds: float, than_s: float) -> str:
+    """By how much a step of so many seconds is slower than another: 3.6% slower; in seconds if the other takes no time."""
+    return f"{seconds / than_s - 1:.1%} slower" if than_s else f"{seconds_text(seconds)} slower"
+
+
 def mfu_text(mfu: float | None) -> str:
     """The part of the devices' peak that a step reaches, as the end of a line; empty if not known."""
     return "" if mfu is None else f"; MFU {mfu:.1%}"

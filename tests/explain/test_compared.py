@@ -158,3 +158,16 @@ def test_one_layer_is_not_several():
     ways = [way(1, number, None, step_s=1.0) for number in (1, 2)]
     one, two = (dataclasses.replace(a, recompute=True, recomputed_layers=n) for n, a in zip((1, 2), ways, strict=True))
     assert (repeated_text(one), repeated_text(two)) == ("1 layer's forward work", "2 layers' forward work")
+
+
+def test_beside_a_plan_that_takes_no_time_others_are_slower_by_their_seconds():
+    plan = pipeline_of(stage_of(0), stage_of(1))
+    chosen = way(2, plan.num_microbatches, plan.schedule, step_s=0.0)
+    text = explain(
+        dataclasses.replace(plan, step_s=0.0, compared=(chosen, way(2, 16, "zb-h1", step_s=0.002))), full=True
+    )
+    assert "2.00 ms slower" in text
+    other = Candidate(mesh_shape=(2, 2), step_s=None, at_least_s=0.003)
+    one = plan_of(BATCH, compute_s=0.0, comm_s=0.0, hidden_s=0.0, lower_bound_s=0.001, candidates=(other,))
+    assert one.step_s == 0
+    assert "at least 3.00 ms slower" in explain(one, full=True)
