@@ -54,7 +54,7 @@ class Progress:
     def after(self, before: Progress) -> Progress:
         """All that is known after both reports; a new phase begins with no `at`, and another search with nothing.
 
-        The best step so far is the least of both. One that is as fast as promised, or has come instead, ends the promise.
+        The best step so far is the lesser of both. A report of one ends what stages promised.
         """
         if self.search not in (None, before.search):
             before = Progress(stopping=before.stopping)

@@ -1,1 +1,1 @@
-"""Forks of this process: jobs that they do, and signals that wait until a fork has been made."""
+"""Forks of this process: jobs that they do, and signals that wait while one is made, or ended."""

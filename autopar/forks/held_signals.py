@@ -1,4 +1,4 @@
-"""Signals that wait until a fork has been made.
+"""Signals that wait while a fork is made, or ended.
 
 In: a block that forks. Out: the same block, in which no handler of a signal runs. Modules tell Python what to do before and after
 a fork; `logging` takes a lock before it and gives it back after it. A fork takes milliseconds, so a signal often comes meanwhile,

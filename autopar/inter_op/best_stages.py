@@ -346,8 +346,7 @@ class BestStages:
 
     def table(self, way: Timetable) -> CostTable:
         """What layers cost in a timetable."""
-        is_split = way.is_split
-        return self._costs.table(way.microbatches, self._rules.options, shares=self._rules.shares, split=is_split)
+        return self._costs.table(way.microbatches, self._rules.options, shares=self._rules.shares, split=way.is_split)
 
     def _is_late(self) -> bool:
         return bool(self.choices) and self._budget.is_over
