@@ -362,12 +362,12 @@ class BestStages:
         return [way for way in ways if way not in self._current or way in given_up]
 
     def _solve_all(self, ways: Sequence[Timetable], below_s: float) -> None:
-        """Solve timetables side by side, each as far as it may take less than so many seconds."""
+        """Solve timetables side by side, each as far as it may take less than so many seconds; see `handicap`."""
         for way in ways:
             self.table(way)  # here, not in a fork: it plans layers, which this process keeps
         enter("choosing stages")
         found = run_side_by_side(
-            [functools.partial(self._solve_timed, way, below_s) for way in ways],
+            [functools.partial(self._solve_timed, way, below_s / self.handicap(way, 1.0)) for way in ways],
             processes=self.processes,
             weights=[self._took_s.get(way, 0.0) for way in ways],
         )

@@ -45,7 +45,7 @@ def test_one_stage_is_sought_in_more_microbatches_than_several_need(monkeypatch)
         assert manual.num_stages == 1
         if microbatches not in alone_s:
             raise OutOfMemoryError("too large")
-        numbers = {"stages": (), "bound_s": 0.0, "bottleneck": 0, "ruled_out": 0, "devices": ()}
+        numbers = {"stages": (), "bound_s": 0.0, "bottleneck": 0, "devices": ()}
         return StageChoice(step_s=alone_s[microbatches], **numbers)
 
     monkeypatch.setattr(best_stages, "choose_stages", fits_in_many)
@@ -60,7 +60,7 @@ def test_one_stage_is_sought_in_more_microbatches_than_several_need(monkeypatch)
 def test_one_schedule_of_one_number_of_microbatches_is_settled_before_others_are_looked_at(monkeypatch):
     """Others promise more than it takes, as estimates do; what is chosen in the first way is planned twice before them."""
     log, left = [], iter((True, True, False, True, False))
-    choose = {"stages": (), "bound_s": 0.0, "bottleneck": 0, "ruled_out": 0, "devices": ()}
+    choose = {"stages": (), "bound_s": 0.0, "bottleneck": 0, "devices": ()}
 
     def fits(way, below_s, **options):
         log.append(way)

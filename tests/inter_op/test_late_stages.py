@@ -253,7 +253,7 @@ def chosen(step_s, submeshes):
         for place, submesh in enumerate(submeshes)
     ]
     return StageChoice(
-        stages=tuple(stages), step_s=step_s, bound_s=0.0, bottleneck=0, ruled_out=0, devices=((0,),) * len(stages)
+        stages=tuple(stages), step_s=step_s, bound_s=0.0, bottleneck=0, devices=((0,),) * len(stages)
     )
 
 

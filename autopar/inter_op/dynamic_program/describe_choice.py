@@ -1,4 +1,4 @@
-"""What is said of chosen stages: their figures, what was ruled out, and why nothing is left or nothing fits.
+"""What is said of chosen stages: their figures, and why nothing is left or nothing fits.
 
 In: stages as the recursion finds them, with their `Family` and problem. Out: data of `problem.py`, and the words of errors.
 """
@@ -6,15 +6,14 @@ In: stages as the recursion finds them, with their `Family` and problem. Out: da
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from autopar.inter_op.dynamic_program.families import Family
-from autopar.inter_op.dynamic_program.problem import ChosenStage, Manual, RuledOut, StageProblem
-from autopar.inter_op.dynamic_program.recursion import TIE, Limited, Stages, exact, quick, stages_of
+from autopar.inter_op.dynamic_program.problem import ChosenStage, Manual, StageProblem
+from autopar.inter_op.dynamic_program.recursion import Limited, Stages, exact, quick, stages_of
 
 
 def describe_stages(stages: Stages, family: Family) -> tuple[ChosenStage, ...]:
@@ -44,24 +43,6 @@ def describe_stages(stages: Stages, family: Family) -> tuple[ChosenStage, ...]:
         )
         for s, (i, j, z) in enumerate(stages)
     )
-
-
-def count_ruled_out(families: Sequence[Family], slowest_s: float) -> RuledOut:
-    """How many candidates were ruled out, and why; `slowest_s`: of the stages that were chosen."""
-    problem = families[0].problem
-    spans = np.broadcast_to(
-        np.triu(np.ones((problem.layers, problem.layers + 1), bool), 1), problem.costs.seconds.shape
-    )
-    planned = np.isfinite(problem.costs.seconds) & spans
-    open_, fits = (np.zeros_like(planned) for _ in range(2))
-    for family in families:
-        for z in range(len(problem.options)):
-            open_[z] |= family.open_places(z).any(axis=2)
-            fits[z] |= family.fits(z, family.least_in_flight()).any(axis=2)
-    fast = fits & (problem.costs.seconds <= slowest_s * (1 + TIE))
-    counts = [int(part.sum()) for part in (spans, planned, open_, fits, fast)]
-    no_plan, decided, memory, too_slow = (more - fewer for more, fewer in itertools.pairwise(counts))
-    return RuledOut(considered=counts[0], no_plan=no_plan, decided=decided, memory=memory, too_slow=too_slow)
 
 
 def explain_nothing_left(problem: StageProblem, manual: Manual) -> str:

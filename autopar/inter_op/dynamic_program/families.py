@@ -16,7 +16,7 @@ from types import EllipsisType
 import numpy as np
 
 from autopar.inter_op.dynamic_program.problem import CostTable, Manual, StageProblem
-from autopar.inter_op.dynamic_program.recursion import Devices, Stages, quick
+from autopar.inter_op.dynamic_program.recursion import TIE, Devices, Stages, quick
 from autopar.inter_op.dynamic_program.submeshes import Submesh
 from autopar.schedules.schedules import NAMED_SCHEDULES, most_in_flight, most_together
 
@@ -26,7 +26,8 @@ class Family:
     """Choices of equal rules: `counts` are the S in it, `slowest` their b(S), `fill` is a.
 
     `in_flight[S][r - 1]`: what the r-th stage from the end keeps. A mesh has `chunks`, each of which may have that part of the
-    memory, and counts that part of the microbatches that all have in flight together.
+    memory, and counts that part of the microbatches that all have in flight together. Stages that take more
+    than `longest_s` per microbatch are left out.
     """
 
     problem: StageProblem
@@ -36,6 +37,7 @@ class Family:
     fill: float
     slowest: tuple[float, ...]
     chunks: int = 1
+    longest_s: float = math.inf
 
     @functools.cached_property
     def devices(self) -> Devices:
@@ -59,14 +61,32 @@ class Family:
 
         As if each stage were at the place that keeps least, and none waited for its microbatches to come back.
         """
-        costs = self.problem.costs
-        least = self._bytes((...,), min(self.least_in_flight()))
-        fits = np.isfinite(costs.seconds) & (least <= self.problem.memory_bytes)
-        least_s = quick(np.where(fits, self.fill * costs.seconds + self.transfer_s, np.inf), self.devices, np.add)
-        if math.isinf(least_s):
+        if math.isinf(self.least_sum_s):
             return math.inf
-        slowest_s = quick(np.where(fits, costs.seconds, np.inf), self.devices, np.maximum)
-        return least_s + min(self.slowest) * slowest_s
+        slowest_s = quick(np.where(self._may_fit, self.problem.costs.seconds, np.inf), self.devices, np.maximum)
+        return self.least_sum_s + min(self.slowest) * slowest_s
+
+    @functools.cached_property
+    def least_sum_s(self) -> float:
+        """The part a sum t + sum c of that."""
+        costs_s = self.fill * self.problem.costs.seconds + self.transfer_s
+        return quick(np.where(self._may_fit, costs_s, np.inf), self.devices, np.add)
+
+    @functools.cached_property
+    def _may_fit(self) -> np.ndarray:
+        """Booleans (option, k, j): whether a stage is quick enough, and fits the memory at the place that keeps least."""
+        least = self._bytes((...,), min(self.least_in_flight()))
+        seconds = self.problem.costs.seconds
+        is_quick = np.isfinite(seconds) & (seconds <= self.longest_s)
+        return np.asarray(is_quick & (least <= self.problem.memory_bytes) & self._spans.any(axis=2))
+
+    def within(self, step_s: float) -> Family:
+        """The same without stages that take longer than they may in a step of so many seconds."""
+        b = min(self.slowest)
+        if b <= 0 or math.isinf(step_s):
+            return self
+        longest_s = (step_s - (self.least_sum_s if self.longest_s < math.inf else 0.0)) / b * (1 + TIE)
+        return dataclasses.replace(self, longest_s=longest_s)
 
     def least_in_flight(self) -> tuple[float, ...]:
         """What a stage keeps at least, r-th from the end of a choice of any S."""
@@ -92,26 +112,24 @@ class Family:
 
     def open_places(self, option: int) -> np.ndarray:
         """Booleans (k, j, r - 1): whether there is a plan, and whether the user's decisions leave it."""
-        places, has_plan = self._spans, np.isfinite(self.problem.costs.seconds[option])
-        if self.manual.submeshes is not None:
-            chosen = (self.manual.submeshes * self.chunks)[::-1]
-            places = places & np.array([self.problem.options[option] == submesh for submesh in chosen])
-        return np.asarray(places & has_plan[..., None])
+        return np.asarray(self._places_of(option) & np.isfinite(self.problem.costs.seconds[option])[..., None])
+
+    def _places_of(self, option: int) -> np.ndarray:
+        """The same if there are plans of all stages."""
+        if self.manual.submeshes is None:
+            return self._spans
+        chosen = (self.manual.submeshes * self.chunks)[::-1]
+        return np.asarray(self._spans & np.array([self.problem.options[option] == submesh for submesh in chosen]))
 
     def bytes(self, option: int, in_flight: Sequence[float]) -> np.ndarray:
         """Peak bytes per device (k, j, r - 1), as if all chunks of the mesh were like this one."""
         return self._bytes((option, ..., None), np.array(in_flight))
 
-    def _bytes(self, where: tuple[int | EllipsisType | None, ...], kept: np.ndarray | float) -> np.ndarray:
+    def _bytes(self, where: tuple[int | list[int] | EllipsisType | None, ...], kept: np.ndarray | float) -> np.ndarray:
         costs = self.problem.costs
         working = costs.working_bytes[where] / self.chunks
         each = costs.weight_bytes[where] + costs.activation_bytes[where] * kept + working
         return np.asarray(np.maximum(each * self.chunks, costs.least_bytes[where]))
-
-    def fits(self, option: int, in_flight: Sequence[float]) -> np.ndarray:
-        """Booleans (k, j, r - 1): whether a stage may stand there, with so many microbatches in flight."""
-        within = self.bytes(option, in_flight) <= self.problem.memory_bytes
-        return np.asarray(self.open_places(option)[..., : len(in_flight)] & within)
 
     @functools.cached_property
     def alike(self) -> tuple[tuple[int, ...], ...]:
@@ -122,7 +140,8 @@ class Family:
         costs, groups = self.problem.costs, dict[tuple[Submesh, bytes, bytes], list[int]]()
         for z, option in enumerate(self.problem.options):
             groups.setdefault((option, costs.once_s[z].tobytes(), costs.transfer_s[z].tobytes()), []).append(z)
-        return tuple(map(tuple, groups.values()))
+        least_s = np.where(self._may_fit, costs.seconds, np.inf).min(axis=(1, 2), initial=np.inf)
+        return tuple(tuple(group) for group in groups.values() if least_s[group].min() <= self.longest_s)
 
     @functools.cached_property
     def merged(self) -> Family:
@@ -137,11 +156,27 @@ class Family:
     def least_s(self, in_flight: Sequence[float]) -> np.ndarray:
         """t (group of `alike`, k, j, r - 1) with this many microbatches in flight; infinite where nothing fits."""
         layers, seconds = self.problem.layers, self.problem.costs.seconds
+        kept, rank = np.unique(np.array(in_flight), return_inverse=True)
         found = np.full((len(self.alike), layers, layers + 1, len(in_flight)), np.inf)
         for least, group in zip(found, self.alike, strict=True):
-            for z in group:
-                np.minimum(least, np.where(self.fits(z, in_flight), seconds[z][..., None], np.inf), out=least)
+            most, fastest_s = (np.full((layers, layers + 1), value) for value in (0, np.inf))
+            for z, fitting in zip(group, self._count_fitting(group, kept), strict=True):
+                if ((fitting > most) | ((fitting > 0) & (seconds[z] < fastest_s))).any():
+                    np.minimum(least, np.where(rank < fitting[..., None], seconds[z][..., None], np.inf), out=least)
+                    most, fastest_s = np.maximum(most, fitting), np.minimum(fastest_s, seconds[z])
+            least[~self._places_of(group[0])[..., : len(in_flight)]] = np.inf
         return found
+
+    def _count_fitting(self, options: Sequence[int], kept: np.ndarray) -> np.ndarray:
+        """With how many of these numbers of microbatches in flight, ascending, a stage fits (option, k, j)."""
+        where = (list(options),)
+        fewest = np.zeros(self.problem.costs.seconds[where].shape, int)
+        most = np.where(np.isfinite(self.problem.costs.seconds[where]), len(kept), 0)
+        while (fewest < most).any():
+            middle = (fewest + most) // 2
+            fits = self._bytes(where, kept[np.minimum(middle, len(kept) - 1)]) <= self.problem.memory_bytes
+            fewest, most = np.where(fits & (fewest < most), middle + 1, fewest), np.where(fits, most, middle)
+        return fewest
 
     def options_of(self, stages: Stages, in_flight: Sequence[float]) -> Stages:
         """Stages of groups of `alike`, each with the first option of its group that fits its place and is fastest."""

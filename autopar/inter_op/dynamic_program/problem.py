@@ -171,21 +171,6 @@ class ChosenStage:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RuledOut:
-    """How many of all candidates (layers, submesh) were ruled out, each counted once, by the first reason that applies.
-
-    `decided`: by the user's decisions or the schedule. `memory`: it does not fit at any place in the pipeline. `too_slow`: it is
-    slower than the slowest chosen stage.
-    """
-
-    considered: int
-    no_plan: int
-    decided: int
-    memory: int
-    too_slow: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class StageChoice:
     """The stages in order. `bottleneck`: the number of the slowest. `bound_s`: no choice takes less. `devices`: of each mesh."""
 
@@ -193,7 +178,6 @@ class StageChoice:
     step_s: float
     bound_s: float
     bottleneck: int
-    ruled_out: RuledOut
     devices: tuple[tuple[int, ...], ...]
 
 

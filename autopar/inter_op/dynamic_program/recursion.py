@@ -1,7 +1,8 @@
 """The least sums and maxima over choices of stages: the recursion F of `choose_stages.py`.
 
 In: tables of what stages cost, and the devices of each option. Out: F, quickly without places (`quick`) or with them (`exact`),
-and the stages that attain it. What can go wrong: `quick` is a bound, which no choice need attain.
+and the stages that attain it. What can go wrong: `quick` is a bound, which no choice need attain. Within a `Window` F is right
+for the choices that it leaves; it may be too large for others.
 """
 
 from __future__ import annotations
@@ -21,11 +22,15 @@ Stages: TypeAlias = tuple[tuple[int, int, int], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """Devices of each option, of all, and for each option where those that it may be among begin and end."""
+    """Devices of each option, of all, and for each option where those that it may be among begin and end.
+
+    `each`: where they are counted in units, the devices of one.
+    """
 
     sizes: tuple[int, ...]
     total: int
     reach: tuple[tuple[int, int], ...]
+    each: int = 1
 
     def fits(self, option: int, devices: int) -> bool:
         """Whether an option may be the first of stages on so many devices at the end of the pipeline."""
@@ -44,7 +49,20 @@ class Devices:
         unit = math.gcd(self.total, *left, *borders)
         total = self.total // unit
         sizes = tuple(s // unit if one else total + 1 for s, one in zip(self.sizes, is_left, strict=True))
-        return Devices(sizes, total, tuple((first // unit, end // unit) for first, end in self.reach))
+        return Devices(sizes, total, tuple((first // unit, end // unit) for first, end in self.reach), unit)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Window:
+    """For each k, the fewest and the most devices that layers from k on may have; none where the fewest are more."""
+
+    fewest: np.ndarray
+    most: np.ndarray
+
+    def leave(self, usable: np.ndarray) -> np.ndarray:
+        """Of booleans (option, k, j), those of stages that begin and end where layers may have devices."""
+        is_open = self.fewest <= self.most
+        return np.asarray(usable & is_open[:-1, None] & is_open)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -56,12 +74,14 @@ class Limited:
         measured: what the limit is on.
         most: the limit.
         usable: False where no place is within the limit.
+        window: the devices on which layers are looked at; None: on any.
     """
 
     costs: np.ndarray
     measured: np.ndarray
     most: float
     usable: np.ndarray
+    window: Window | None = None
 
     @classmethod
     def at_all(cls, costs: np.ndarray) -> Limited:
@@ -83,28 +103,30 @@ class Limited:
         return np.where(within, self.costs[options, layer, :, place], np.inf)
 
 
-def _turns(usable: np.ndarray, units: Devices) -> Iterator[tuple[int, int, int, int, int, int]]:
-    """All steps of the recursion, the last layers first.
+def _turns(
+    usable: np.ndarray, units: Devices, window: Window | None = None, *, is_forward: bool = False
+) -> Iterator[tuple[int, int, int, int, int, int]]:
+    """All steps of the recursion, the last layers first; the first ones if `is_forward`.
 
     Each is (k, z, first, end, low, high): the stages of layers k to j - 1 on option z, for j from `first` to `end` - 1. `low` to
     `high` - 1 are the units that such a stage and all stages behind it may have together. `usable`: booleans (option, k, j).
     """
-    options, layers, ends = usable.shape
-    sizes, reach = np.array(units.sizes), np.array(units.reach).reshape(options, 2)
-    is_some, first = np.asarray(usable.any(axis=2)), usable.argmax(axis=2)
-    last = ends - usable[:, :, ::-1].argmax(axis=2)
+    options, _, ends = usable.shape
+    sizes, reach = np.array(units.sizes)[:, None], np.array(units.reach).reshape(options, 2, 1)
     fewest, most = _devices_that_matter(usable, units)
-    for k in range(layers - 1, -1, -1):
-        low = np.maximum(reach[:, 0] + sizes, fewest[k])
-        high = np.minimum(reach[:, 1], most[k]) + 1
-        now = np.flatnonzero(is_some[:, k] & (low < high))
-        for z, *bounds in zip(
-            now.tolist(), *(one[now].tolist() for one in (first[:, k], last[:, k], low, high)), strict=True
-        ):
-            yield k, z, *bounds
+    if window is not None:
+        unit = units.each
+        fewest, most = np.maximum(fewest, -(-window.fewest // unit)), np.minimum(most, window.most // unit)
+    low = np.maximum(reach[:, 0] + sizes, fewest[:-1])
+    high = np.minimum(reach[:, 1], most[:-1]) + 1
+    is_some, first = usable.any(axis=2) & (low < high), usable.argmax(axis=2)
+    last = ends - usable[:, :, ::-1].argmax(axis=2)
+    k, z = np.nonzero(is_some.T)
+    turns = zip(*(one.tolist() for one in (k, z, first[z, k], last[z, k], low[z, k], high[z, k])), strict=True)
+    return turns if is_forward else reversed(list(turns))
 
 
-def _devices_that_matter(usable: np.ndarray, units: Devices) -> tuple[list[int], list[int]]:
+def _devices_that_matter(usable: np.ndarray, units: Devices) -> tuple[np.ndarray, np.ndarray]:
     """For each k, the fewest devices on which layers from k on can run, and the most that the layers before k leave them.
 
     `usable`: booleans (option, k, j). A F of another number of devices is infinite, or leads to no choice on all of them.
@@ -118,21 +140,72 @@ def _devices_that_matter(usable: np.ndarray, units: Devices) -> tuple[list[int],
         after[k] = min(never, (least[k] + after).min())
     for j in range(1, ends):
         before[j] = min(never, (least[:, j] + before[:-1]).min())
-    return after.tolist(), (units.total - before).tolist()
+    return after, units.total - before
 
 
-def quick(table: np.ndarray, devices: Devices, combine: np.ufunc) -> float:
+def quick(table: np.ndarray, devices: Devices, combine: np.ufunc, window: Window | None = None) -> float:
     """F(any, 0, D) of a table (option, k, j): stages may stand at any place. With `np.maximum`: the least largest value."""
     table, devices = _least_by_size(table, devices)
     usable = np.isfinite(table)
-    units, layers = devices.in_units(usable), table.shape[1]
+    units = devices.in_units(usable)
+    return float(_behind(table, usable, units, combine, window)[0, units.total])
+
+
+def _behind(
+    table: np.ndarray, usable: np.ndarray, units: Devices, combine: np.ufunc, window: Window | None = None
+) -> np.ndarray:
+    """F(any, k, d) of a table (option, k, j), d in units."""
+    layers = table.shape[1]
     best = np.full((layers + 1, units.total + 1), np.inf)
     best[layers, 0] = 0.0
-    for k, z, first, end, low, high in _turns(usable, units):
+    for k, z, first, end, low, high in _turns(usable, units, window):
         here, size = best[k, low:high], units.sizes[z]
         behind = best[first:end, low - size : high - size]
         np.minimum(here, np.minimum.reduce(combine(table[z, k, first:end, None], behind)), out=here)
-    return float(best[0, units.total])
+    return best
+
+
+def _before(table: np.ndarray, usable: np.ndarray, units: Devices) -> np.ndarray:
+    """The least sums (k, d) of the stages before layer k, which leave d units to those behind."""
+    layers = table.shape[1]
+    best = np.full((layers + 1, units.total + 1), np.inf)
+    best[0, units.total] = 0.0
+    for k, z, first, end, low, high in _turns(usable, units, is_forward=True):
+        behind = best[first:end, low - units.sizes[z] : high - units.sizes[z]]
+        np.minimum(behind, table[z, k, first:end, None] + best[k, low:high], out=behind)
+    return best
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LeastSums:
+    """For each (k, d), the least sum of a choice in which the layers from k on are a stage's first and have d devices.
+
+    `sums`: those, d in units of `unit` devices.
+    """
+
+    sums: np.ndarray
+    unit: int
+
+    @classmethod
+    def of(cls, table: np.ndarray, devices: Devices) -> LeastSums:
+        """Those of a table (option, k, j): stages may stand at any place."""
+        table, devices = _least_by_size(table, devices)
+        usable = np.isfinite(table)
+        units = devices.in_units(usable)
+        return cls(_behind(table, usable, units, np.add) + _before(table, usable, units), units.each)
+
+    @property
+    def least(self) -> float:
+        """F(any, 0, D)."""
+        return float(self.sums[0, -1])
+
+    def within(self, most: float) -> Window:
+        """What choices may have whose sum is at most this; the tables may grow meanwhile."""
+        is_within = self.sums <= most
+        is_some = is_within.any(axis=1)
+        last = self.sums.shape[1] - 1 - is_within[:, ::-1].argmax(axis=1)
+        fewest, more = is_within.argmax(axis=1), last + 1
+        return Window(np.where(is_some, fewest, more) * self.unit, np.where(is_some, last, fewest - 1) * self.unit)
 
 
 def _least_by_size(table: np.ndarray, devices: Devices) -> tuple[np.ndarray, Devices]:
@@ -155,7 +228,7 @@ def exact(table: Limited, devices: Devices, combine: np.ufunc) -> np.ndarray:
     _, layers, _, places = table.costs.shape
     best = np.full((layers + 1, places + 1, units.total + 1), np.inf)
     best[layers, 0, 0] = 0.0
-    for k, z, first, end, low, high in _turns(table.usable, units):
+    for k, z, first, end, low, high in _turns(table.usable, units, table.window):
         turns, size = min(places, layers - k), units.sizes[z]
         here, seconds = best[k, 1 : turns + 1, low:high], table.of(z, k, first, end, turns)
         behind = best[first:end, :turns, low - size : high - size]

@@ -13,7 +13,7 @@ import pytest
 from autopar.errors import ArgumentError, OutOfMemoryError
 from autopar.inter_op.dynamic_program.choose_stages import choose_faster_stages, choose_stages
 from autopar.inter_op.dynamic_program.families import families_of
-from autopar.inter_op.dynamic_program.problem import CostTable, Manual, RuledOut, StageChoice, StageCost, StageProblem
+from autopar.inter_op.dynamic_program.problem import CostTable, Manual, StageChoice, StageCost, StageProblem
 from autopar.inter_op.dynamic_program.recursion import exact
 from autopar.inter_op.dynamic_program.submeshes import submeshes
 from autopar.schedules.schedules import make_schedule
@@ -253,7 +253,7 @@ def test_more_stages_than_microbatches_in_a_split_schedule_are_ruled_out_number_
         solved.append(args)
         return exact(*args)
 
-    monkeypatch.setattr("autopar.inter_op.dynamic_program.choose_stages.exact", count_exact)
+    monkeypatch.setattr("autopar.inter_op.dynamic_program.family_search.exact", count_exact)
     options = submeshes(2, 8)
     each = rng.uniform(0.5, 1.5, 16)
     seconds = np.full((len(options), 16, 17), np.inf)
@@ -313,19 +313,6 @@ def test_chunks_of_a_mesh_need_what_all_have_in_flight_together_and_what_the_one
     assert [(stage.in_flight, 2 * stage.peak_bytes) for stage in choose(9.0)] == [(2.5, 9.0), (1.5, 7.0)] * 2
     with pytest.raises(OutOfMemoryError, match=r"state and gradients, 1 while a task runs, and 2\.5 x 1"):
         choose(8.9)
-
-
-def test_alternatives_are_counted_by_what_ruled_them_out():
-    options = submeshes(1, 2)
-    figures = {(0, 2, 1): cost_of(9.0), (0, 1, 0): cost_of(1.0), (1, 2, 0): cost_of(1.0)}
-    figures |= {(0, 1, 1): cost_of(1.0, weight_bytes=99.0)}
-    costs = CostTable.of(2, 2, lambda i, j, z: figures.get((i, j, z)))
-    ruled_out = choose_stages(problem_of(costs, options, (1, 2), 4, memory_bytes=50.0)).ruled_out
-    assert ruled_out == RuledOut(considered=6, no_plan=2, decided=0, memory=1, too_slow=1)
-    alone = choose_stages(
-        problem_of(costs, options, (1, 2), 4, memory_bytes=50.0), manual=Manual(num_stages=1)
-    ).ruled_out
-    assert alone == RuledOut(considered=6, no_plan=2, decided=3, memory=0, too_slow=0)
 
 
 def test_if_nothing_fits_the_tightest_stage_is_named_with_its_bytes():
