@@ -8,6 +8,7 @@ primitive, every parameter by content, operands, results, nested programs.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Hashable, Mapping, Sequence
 from operator import itemgetter
@@ -71,7 +72,7 @@ class _Tracks:
         for eqn in program.equations:
             self._add(_content(eqn, numbers, literals=self._literals))
             self._add(None if eqn.after is None else _atom(eqn.after, numbers))
-            self._trail.append(self._hash.copy().hexdigest()[:2])
+            self._trail.append(self._hash.copy().digest()[:1].hex())
             for region in eqn.regions:
                 self._scope(region)
         self._add(_ends(program, numbers, literals=self._literals))
@@ -167,7 +168,14 @@ def _atom(atom: Var | JaxLiteral, numbers: dict[Var, int], *, literals: bool = T
 def aval_key(atom: Var | JaxLiteral) -> Hashable:
     """Shape, dtype and weak type of a value."""
     aval = atom.aval
-    return tuple(getattr(aval, "shape", ())), str(getattr(aval, "dtype", aval)), bool(getattr(aval, "weak_type", False))
+    shape, dtype = tuple(getattr(aval, "shape", ())), getattr(aval, "dtype", aval)
+    return shape, _text_of(dtype), bool(getattr(aval, "weak_type", False))
+
+
+@functools.cache
+def _text_of(dtype: Hashable) -> str:
+    """The name of a type of numbers; numpy takes microseconds to find it."""
+    return str(dtype)
 
 
 def _in_order(mapping: Mapping[Hashable, object]) -> Sequence[tuple[Hashable, object]]:

@@ -6,6 +6,7 @@ import pytest
 import autopar
 from autopar.intra_op.memory.compilers import XLA_CPU
 from autopar.models import registry
+from autopar.stages.tasks.cuts import cut_into_tasks
 from autopar.stages.tasks.task_memory import TaskMemories
 
 SIZES = {"layers": 6, "hidden": 64, "heads": 4, "seq": 64, "batch": 16, "vocab": 256, "dropout": 0.0}
@@ -40,3 +41,21 @@ def test_the_peak_of_scanned_stages_is_what_xla_needs(schedule, recompute):
     assert len(peaks) == 2
     for row in peaks:
         assert row.planned == pytest.approx(row.compiled, rel=0.1), row.stage
+
+
+def test_forward_is_reckoned_once_for_a_whole_and_a_split_backward(monkeypatch):
+    built = registry.build("gpt", **SIZES)
+    parallel = autopar.parallelize(built.train_step, devices=4, num_stages=2, num_microbatches=4, mesh_shape=(2,))
+    compiled = parallel.compile(jax.eval_shape(built.create_state, jax.random.key(0)), built.batch_shape())
+    reckoned, reckon = [], TaskMemories._working_bytes
+    monkeypatch.setattr(
+        TaskMemories, "_working_bytes", lambda self, cut: (reckoned.append(cut.name.loop_kind), reckon(self, cut))[1]
+    )
+    for stage in compiled.stages:
+        reckoned.clear()
+        memories = TaskMemories(stage.program, lambda stage=stage: stage.assignment, XLA_CPU)
+        split = memories.split.working_bytes
+        assert {"forward", "weight_gradient"} <= split.keys()
+        assert sorted(reckoned) == sorted(["backward", *split])
+        cuts = cut_into_tasks(stage.program, stage.assignment, split_backward=True, kept=frozenset())
+        assert split == {c.name.loop_kind: reckon(memories, c) for c in cuts if c.name.loop_kind is not None}

@@ -38,7 +38,7 @@ from autopar.stages.tasks.refs import (
 from autopar.stages.tasks.stage_program import StageProgram
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class PlacedRef:
     """A ref with the layout in which it lies between tasks, and its shape and type."""
 
@@ -75,6 +75,10 @@ class TaskCut:
     def reads(self) -> tuple[Ref, ...]:
         """What it reads, each once, in order."""
         return tuple(dict.fromkeys(placed.ref for placed in self.operands.values()))
+
+    def equals(self, other: TaskCut) -> bool:
+        """Whether it reads, does and writes the same, in the same layouts."""
+        return vars(self) == vars(other)
 
     def comes_as_list(self, ref: Ref) -> bool:
         """Whether a read stands for the arrays of all microbatches."""

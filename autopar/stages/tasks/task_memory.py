@@ -62,6 +62,11 @@ class TaskMemories:
         return self._assign()
 
     @functools.cached_property
+    def _cuts(self) -> tuple[TaskCut, ...]:
+        """The tasks with a whole backward."""
+        return cut_into_tasks(self._program, self._assignment, split_backward=False, kept=frozenset())
+
+    @functools.cached_property
     def whole(self) -> TaskMemory:
         """The backward is one task."""
         return self._find(split_backward=False)
@@ -79,7 +84,9 @@ class TaskMemories:
         program, assignment = self._program, self._assignment
         if loop_of(assignment.program) is None:
             return TaskMemory(0, {})
-        cuts = cut_into_tasks(program, assignment, split_backward=split_backward, kept=frozenset())
+        cuts = self._cuts
+        if split_backward:
+            cuts = cut_into_tasks(program, assignment, split_backward=True, kept=frozenset())
         mesh, microbatches = assignment.mesh, program.cut.loop.plan.microbatches
         once = [write for cut in cuts if cut.name.kind == "prologue" for write in cut.writes]
         loop = {cut.name.loop_kind: cut for cut in cuts if cut.name.loop_kind is not None}
@@ -87,7 +94,12 @@ class TaskMemories:
         once_bytes = sum(_bytes_written(write, mesh) for write in once) + microbatches * sum(
             _bytes_written(write, mesh) for write in slices
         )
-        return TaskMemory(once_bytes, {kind: self._working_bytes(cut) for kind, cut in loop.items()})
+        known = self.whole.working_bytes if split_backward else {}
+        working = {
+            kind: known[kind] if kind in known and any(map(cut.equals, self._cuts)) else self._working_bytes(cut)
+            for kind, cut in loop.items()
+        }
+        return TaskMemory(once_bytes, working)
 
     @functools.cached_property
     def outside_bytes(self) -> int | None:
@@ -98,7 +110,7 @@ class TaskMemories:
         assignment = self._assignment
         if loop_of(assignment.program) is None:
             return None
-        cuts = cut_into_tasks(self._program, assignment, split_backward=False, kept=frozenset())
+        cuts = self._cuts
         last_read = {ref: at for at, cut in enumerate(cuts) for ref in cut.reads}
         there: dict[Ref, int] = {}
         most = 0
