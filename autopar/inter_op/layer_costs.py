@@ -200,10 +200,22 @@ class LayerCosts:
         return self._stack([CostCase(count, again, split) for again in repetitions(shares)], options, common_alone=True)
 
     def _stack(self, cases: Sequence[CostCase], options: Sequence[Submesh], *, common_alone: bool = False) -> CostTable:
+        layers = range(len(self._places) + 1)
+
+        @functools.cache
+        def figures_on(count: int, devices: int) -> list[LayerFigures | None]:
+            """Of each layer; None where it has no plan."""
+            return [
+                LayerFigures()
+                if common_alone and not self._known.is_common(layer)
+                else self._known.figures(count, layer, devices)
+                for layer in layers
+            ]
+
         costs = [
-            self._costs_on(math.prod(submesh), case, options, common_alone=common_alone)
+            self._costs_on(devices, case, options, figures_on(case.count, devices))
             for case in cases
-            for submesh in options
+            for devices in map(math.prod, options)
         ]
         return CostTable(**{field.name: np.stack([getattr(one, field.name) for one in costs]) for field in _COSTS})
 
@@ -221,22 +233,15 @@ class LayerCosts:
         return repeated >= self._tuning.alike * sum(work)
 
     def _costs_on(
-        self, devices: int, case: CostCase, options: Sequence[Submesh], *, common_alone: bool = False
+        self, devices: int, case: CostCase, options: Sequence[Submesh], found: Sequence[LayerFigures | None]
     ) -> CostTable:
-        """Arrays (first layer, end layer) of the costs on one submesh.
+        """Arrays (first layer, end layer) of the costs on one submesh; `found`: the figures of each layer there.
 
         Seconds, weights and what is in flight add up over layers. What comes and goes within a task does not: the largest counts.
         A stage is planned as one executable, with one microbatch, and that has to fit as well.
         """
-        layers = len(self._places) + 1
-        found = [
-            LayerFigures()
-            if common_alone and not self._known.is_common(layer)
-            else self._known.figures(case.count, layer, devices)
-            for layer in range(layers)
-        ]
         figures = [one or LayerFigures() for one in found]
-        has_plan = (sums([float(one is None) for one in found]) == 0) & (sums([1.0] * layers) > 0)
+        has_plan = (sums([float(one is None) for one in found]) == 0) & (sums([1.0] * len(found)) > 0)
         once_s = sums([one.once_s for one in figures])
         flying, working = self._bytes_of_tasks(figures, case, options)
         standing, needed = standing_bytes(figures), executable_bytes(figures, case.again)

@@ -32,11 +32,12 @@ import dataclasses
 import functools
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
 
 from autopar.avals import is_opaque, itemsize_of
+from autopar.compat import Literal
 from autopar.intra_op.choices.graph import Node, StrategyGraph, Use
 from autopar.intra_op.choices.known_equations import RuleBook
 from autopar.intra_op.choices.strategies import ShardingStrategy
@@ -275,38 +276,53 @@ class _PhaseProblem:
 
     def costs(self) -> list[np.ndarray]:
         """Bytes per choice: moved, and staying. Work on examples outside the body costs more; heavy work, more than all else."""
-        costs = []
         forbidding = 4 * self.microbatches * self.tuning.resident * sum(float(c.max()) for c in self.graph.costs)
+        costs, found = list[np.ndarray](), dict[Hashable, np.ndarray]()
         for node, base in zip(self.graph.nodes, self.graph.costs, strict=True):
-            if self._only(node) is not None:
-                costs.append(np.zeros(1))
-                continue
-            inside, whole = self.microbatches * base, base[0]
-            if node.equation in self._on_examples:
-                inside = inside + self.tuning.resident * node.choices.out_bytes
-                whole = self.tuning.on_examples * (whole + self.tuning.resident * node.choices.out_bytes[0])
-            if node.equation in self._loosely and entry_for(node.equation).heavy:
-                undivided = np.array([s.ways < self.microbatches for s in node.choices.strategies])
-                penalty = forbidding if node.equation in self._on_examples else forbidding / self.tuning.strictly
-                penalty *= 1.0 if node.equation in self._little else self.tuning.less_for_little
-                inside, whole = inside + penalty * undivided, whole + penalty
-            if self.finite and node.equation is not None:
-                taken = np.array([needs_finite(node.equation, s) for s in node.choices.strategies])
-                inside = inside + self.tuning.if_finite * forbidding / len(self.graph.nodes) * taken
-            if self.late_sums and node.equation is not None and node.loop is None:
-                inside = inside + forbidding * np.array([adds_terms(node.equation, s) for s in node.choices.strategies])
-            before = whole + self.tuning.prologue_bytes
-            if node.equation is not None and entry_for(node.equation).once:
-                inside = inside + np.inf
-                before = before + forbidding * self.late_sums  # each stage does what comes before the loop
-            costs.append(np.array([*inside, before, whole]) + self._exclude(node, len(inside)))
+            if (key := self._what_counts(node, base)) not in found:
+                found[key] = self._cost(node, base, forbidding)
+            costs.append(found[key])
         return costs
+
+    def _what_counts(self, node: Node, base: np.ndarray) -> Hashable:
+        """Equal for nodes of equal costs."""
+        eqn = node.equation
+        if eqn is None or self.finite:
+            return node
+        literals = tuple(isinstance(atom, Literal) for atom in eqn.invars) if self.late_sums else ()
+        sets = (eqn in one for one in (self._on_examples, self._loosely, self._little))
+        return (id(base), id(node.choices), eqn.primitive, node.loop is None, self._phase_of(node), literals, *sets)
+
+    def _cost(self, node: Node, base: np.ndarray, forbidding: float) -> np.ndarray:
+        if self._only(node) is not None:
+            return np.zeros(1)
+        inside, whole = self.microbatches * base, base[0]
+        if node.equation in self._on_examples:
+            inside = inside + self.tuning.resident * node.choices.out_bytes
+            whole = self.tuning.on_examples * (whole + self.tuning.resident * node.choices.out_bytes[0])
+        if node.equation in self._loosely and entry_for(node.equation).heavy:
+            undivided = np.array([s.ways < self.microbatches for s in node.choices.strategies])
+            penalty = forbidding if node.equation in self._on_examples else forbidding / self.tuning.strictly
+            penalty *= 1.0 if node.equation in self._little else self.tuning.less_for_little
+            inside, whole = inside + penalty * undivided, whole + penalty
+        if self.finite and node.equation is not None:
+            taken = np.array([needs_finite(node.equation, s) for s in node.choices.strategies])
+            inside = inside + self.tuning.if_finite * forbidding / len(self.graph.nodes) * taken
+        if self.late_sums and node.equation is not None and node.loop is None:
+            inside = inside + forbidding * np.array([adds_terms(node.equation, s) for s in node.choices.strategies])
+        before = whole + self.tuning.prologue_bytes
+        if node.equation is not None and entry_for(node.equation).once:
+            inside = inside + np.inf
+            before = before + forbidding * self.late_sums  # each stage does what comes before the loop
+        return np.asarray(np.array([*inside, before, whole]) + self._exclude(node, len(inside)))
+
+    def _phase_of(self, node: Node) -> Phase | None:
+        anchor = node.loop if node.loop is not None else node.equation
+        return None if anchor is None else self._known.get(anchor)
 
     def _exclude(self, node: Node, inside: int) -> np.ndarray:
         """Infinity for the phases that a node with a known one cannot have."""
-        anchor = node.loop if node.loop is not None else node.equation
-        phase = None if anchor is None else self._known.get(anchor)
-        phases = [*["body"] * inside, "prologue", "epilogue"]
+        phase, phases = self._phase_of(node), [*["body"] * inside, "prologue", "epilogue"]
         return np.array([0.0 if phase in (None, p) else np.inf for p in phases])
 
     def edges(self) -> dict[tuple[int, int], np.ndarray]:

@@ -20,6 +20,7 @@ may lower it; a few are the best (`Tuning.lifted_sweeps`).
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -92,11 +93,13 @@ def number_alike(costs: Costs, *, radius: int) -> np.ndarray:
     colour = _number([cost.tobytes() for cost in costs.nodes.values()])
     order = np.argsort(one_way, kind="stable")
     one_way, other, label = one_way[order], other[order], label[order]
+    ends = np.searchsorted(one_way, np.arange(count + 1)) * np.dtype(np.int64).itemsize
+    places = list(itertools.pairwise(ends.tolist()))
     for _ in range(radius):
         seen = _number(list(zip(label.tolist(), colour[other].tolist(), strict=True)))
         arranged = np.lexsort((seen, one_way))
-        around = np.split(seen[arranged], np.searchsorted(one_way, np.arange(1, count)))
-        refined = _number([(c, a.tobytes()) for c, a in zip(colour.tolist(), around, strict=True)])
+        around = seen[arranged].tobytes()
+        refined = _number([(c, around[a:b]) for c, (a, b) in zip(colour.tolist(), places, strict=True)])
         if refined.max(initial=-1) == colour.max(initial=-1):
             break
         colour = refined

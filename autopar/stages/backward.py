@@ -177,10 +177,13 @@ class _Flow:
             for k in _numbers(own & before & _union(ahead, eqn.outvars)):
                 before_update[k] = before_update.get(k, 0) | before
         updated = _set_of(before_update)
-        later: dict[int, Weights] = {}
+        met: dict[Weights, Weights] = {}
         for _, own, before in self.meetings:
-            for k in _numbers(before & updated if own & updated else 0):
-                later[k] = later.get(k, 0) | (own & updated) >> (k + 1) << (k + 1)
+            met[own & updated] = met.get(own & updated, 0) | before
+        later: dict[int, Weights] = {}
+        for own, before in met.items():
+            for k in _numbers(before & updated if own else 0):
+                later[k] = later.get(k, 0) | own >> (k + 1) << (k + 1)
         return updated & ~_set_of(k for k, found in later.items() if found and not found & before_update[k])
 
     def returning(self, ahead: Mapping[Var, Weights], trained: Weights) -> set[Equation]:
