@@ -54,6 +54,14 @@ def test_the_best_step_is_the_least_so_far_and_ends_what_stages_promise():
     assert Progress(best_s=0.4).after(before) == Progress(phase="planning", best_s=0.4)
 
 
+def test_the_cut_into_microbatches_and_their_loop_are_told():
+    heard = []
+    with listening(heard.append):
+        autopar.parallelize(a_step, devices=2, num_microbatches=4).plan(*SHAPES)
+    places = [one.at for one in heard]
+    assert places.index("the cut into 4 microbatches") < places.index("the loop over 4 microbatches")
+
+
 def test_figures_of_a_part_are_not_said_of_the_step(caplog):
     heard = []
     with listening(heard.append), caplog.at_level(logging.DEBUG, logger="autopar"):

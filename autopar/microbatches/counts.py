@@ -18,6 +18,7 @@ from autopar.microbatches.time_plan import Phase, TimePlan
 from autopar.program.program import Equation
 from autopar.program.step import Leaf, TracedStep
 from autopar.program.trace import retrace
+from autopar.progress import Progress, report
 
 
 def cut_into_microbatches(traced: TracedStep, count: int) -> TracedStep:
@@ -27,6 +28,7 @@ def cut_into_microbatches(traced: TracedStep, count: int) -> TracedStep:
     plan = plan_phases(traced, count)
     if isinstance(plan, MixedExamples):
         raise not_cut(plan, count)
+    report(Progress(at=f"the loop over {count} microbatches"))
     return loop_over_microbatches(traced, plan)
 
 
@@ -56,6 +58,7 @@ def plan_phases(
     uneven = [leaf for leaf in leaves if leaf.shape[0] % count]
     if leaves and len(uneven) == len(leaves):
         raise ArgumentError(_does_not_divide(traced, count, uneven))
+    report(Progress(at=f"the cut into {count} microbatches"))
     plan = plan_time(traced, count, late_sums=late_sums, known=known, like=like, finite=finite)
     if uneven and isinstance(plan, MixedExamples):
         raise ArgumentError(_does_not_divide(traced, count, uneven))

@@ -252,9 +252,7 @@ def chosen(step_s, submeshes):
         )
         for place, submesh in enumerate(submeshes)
     ]
-    return StageChoice(
-        stages=tuple(stages), step_s=step_s, bound_s=0.0, bottleneck=0, devices=((0,),) * len(stages)
-    )
+    return StageChoice(stages=tuple(stages), step_s=step_s, bound_s=0.0, bottleneck=0, devices=((0,),) * len(stages))
 
 
 @pytest.mark.parametrize(

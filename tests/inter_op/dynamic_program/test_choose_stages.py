@@ -245,6 +245,29 @@ def test_a_tolerance_never_costs_more_than_it_says_and_the_bound_holds():
         assert rough.bound_s <= exact.step_s <= rough.step_s <= exact.step_s / 0.8
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "interleaved"])
+def test_below_a_number_of_seconds_the_choice_is_the_best_one_or_a_bound_that_holds(schedule):
+    """What is slower is left early, by submeshes and by devices: that neither loses a choice nor says too much of the others."""
+    virtual_stages, bounds = 2 if schedule == "interleaved" else 1, 0
+    for seed in range(12):
+        rng, options = np.random.default_rng(seed), submeshes(2, 4)
+        problem = problem_of(
+            table_of(rng, 7, len(options)), options, (2, 4), 8, schedule, virtual_stages, float(rng.uniform(20, 60))
+        )
+        try:
+            best = choose_stages(problem)
+        except (OutOfMemoryError, ArgumentError):
+            continue
+        for part in (0.3, 0.9, 0.999, 1.001, 1.1, 2.0):
+            found = choose_faster_stages(problem, part * best.step_s)
+            if part > 1:
+                assert (found.step_s, found.stages) == (best.step_s, best.stages)
+            else:
+                bounds += 1
+                assert part * best.step_s <= found.at_least_s <= best.step_s
+    assert bounds
+
+
 def test_more_stages_than_microbatches_in_a_split_schedule_are_ruled_out_number_by_number(monkeypatch):
     """Each further stage makes the bubble of zb-h1 longer; a bound that forgets it looked at ten times as many limits."""
     rng, solved = np.random.default_rng(0), []
