@@ -103,6 +103,23 @@ def test_what_is_only_estimated_need_promise_less_while_there_is_time():
     assert TUNING.worth_early < TUNING.worth_late
 
 
+def test_what_is_only_estimated_is_solved_no_further_than_it_may_be_chosen(monkeypatch):
+    asked = {}
+
+    def slower(way, below_s, **options):
+        asked[way.microbatches] = below_s
+        return SlowerStages(below_s)
+
+    monkeypatch.setattr(best_stages, "choose_faster_stages", slower)
+    costs = types.SimpleNamespace(impossible=set(), counts={4}, table=lambda *args, **options: None)
+    rules = types.SimpleNamespace(options=(), shares=(), num_stages=None, problem=lambda way, table: way)
+    budget = types.SimpleNamespace(used=TUNING.early, is_over=False)
+    stages = BestStages(costs, WAYS[2:4], rules, processes=1, budget=budget, tuning=TUNING)
+    stages.solve_below(WAYS[2:4], 2.0)
+    assert asked == {4: 2.0, 8: 2.0 / (1 + TUNING.worth_late)}
+    assert all(stages.promised_s(way) == pytest.approx(2.0) for way in WAYS[2:4]), "neither is asked again for that"
+
+
 def test_what_does_not_fit_is_explained_beside_ways_that_were_given_up(monkeypatch):
     costs = types.SimpleNamespace(impossible=set())
     rules = types.SimpleNamespace(options=(), shares=(), num_stages=None)
