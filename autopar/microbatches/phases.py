@@ -286,12 +286,12 @@ class _PhaseProblem:
 
     def _what_counts(self, node: Node, base: np.ndarray) -> Hashable:
         """Equal for nodes of equal costs."""
-        eqn = node.equation
-        if eqn is None or self.finite:
+        if (eqn := node.equation) is None or self.finite:
             return node
         literals = tuple(isinstance(atom, Literal) for atom in eqn.invars) if self.late_sums else ()
-        sets = (eqn in one for one in (self._on_examples, self._loosely, self._little))
-        return (id(base), id(node.choices), eqn.primitive, node.loop is None, self._phase_of(node), literals, *sets)
+        sets = [eqn in one for one in (self._on_examples, self._loosely, self._little)]
+        whether = node.loop is None, *literals, *sets
+        return id(base), id(node.choices), id(entry_for(eqn)), self._phase_of(node), whether
 
     def _cost(self, node: Node, base: np.ndarray, forbidding: float) -> np.ndarray:
         if self._only(node) is not None:

@@ -245,32 +245,6 @@ def test_a_tolerance_never_costs_more_than_it_says_and_the_bound_holds():
         assert rough.bound_s <= exact.step_s <= rough.step_s <= exact.step_s / 0.8
 
 
-@pytest.mark.parametrize(("schedule", "virtual_stages"), TRAINING_IN_CHUNKS)
-def test_of_options_that_are_alike_each_place_has_the_fastest_that_fits_there(schedule, virtual_stages):
-    """With and without recomputation: a slower one fits with more microbatches in flight, often with one more alone."""
-    for seed in range(4):
-        rng, options = np.random.default_rng(seed), submeshes(1, 4)
-        one = table_of(rng, 6, len(options))
-        leaner = [
-            dataclasses.replace(
-                one,
-                seconds=one.seconds * (1 + 0.3 * n),
-                activation_bytes=one.activation_bytes * rng.uniform(0.4, 1.1, one.seconds.shape) ** n,
-            )
-            for n in range(3)
-        ]
-        names = [field.name for field in dataclasses.fields(CostTable)]
-        costs = CostTable(**{name: np.concatenate([getattr(each, name) for each in leaner]) for name in names})
-        problem = problem_of(costs, options * 3, (1, 4), 8, schedule, virtual_stages, 9.0)
-        for family in families_of(problem, Manual()):
-            for kept in family.in_flight.values():
-                fits = np.stack([family.open_places(z)[..., : len(kept)] for z in range(len(problem.options))])
-                fits &= np.stack([family.bytes(z, kept) <= 9.0 for z in range(len(problem.options))])
-                expected = np.where(fits, costs.seconds[..., None], np.inf).reshape(3, len(options), *fits.shape[1:])
-                assert len(family.alike) == len(options)
-                assert np.array_equal(family.least_s(kept), expected.min(axis=0))
-
-
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "interleaved"])
 def test_below_a_number_of_seconds_the_choice_is_the_best_one_or_a_bound_that_holds(schedule):
     """What is slower is left early, by submeshes and by devices: that neither loses a choice nor says too much of the others."""
