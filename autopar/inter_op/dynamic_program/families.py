@@ -159,13 +159,18 @@ class Family:
         kept, rank = np.unique(np.array(in_flight), return_inverse=True)
         found = np.full((len(self.alike), layers, layers + 1, len(in_flight)), np.inf)
         for least, group in zip(found, self.alike, strict=True):
-            most, fastest_s = (np.full((layers, layers + 1), value) for value in (0, np.inf))
-            for z, fitting in zip(group, self._count_fitting(group, kept), strict=True):
-                if ((fitting > most) | ((fitting > 0) & (seconds[z] < fastest_s))).any():
-                    np.minimum(least, np.where(rank < fitting[..., None], seconds[z][..., None], np.inf), out=least)
-                    most, fastest_s = np.maximum(most, fitting), np.minimum(fastest_s, seconds[z])
+            fitting = dict(zip(group, self._count_fitting(group, kept), strict=True))
+            for at, z in enumerate(group):
+                if not any(self._is_better(other, z, fitting) for other in group[:at]):
+                    here = np.where(rank < fitting[z][..., None], seconds[z][..., None], np.inf)
+                    np.minimum(least, here, out=least)
             least[~self._places_of(group[0])[..., : len(in_flight)]] = np.inf
         return found
+
+    def _is_better(self, one: int, other: int, fitting: Mapping[int, np.ndarray]) -> bool:
+        """Whether all stages of one option take no more time than those of another, and fit wherever these do."""
+        is_faster = self.problem.costs.seconds[one] <= self.problem.costs.seconds[other]
+        return bool(np.all((fitting[other] == 0) | (is_faster & (fitting[one] >= fitting[other]))))
 
     def _count_fitting(self, options: Sequence[int], kept: np.ndarray) -> np.ndarray:
         """With how many of these numbers of microbatches in flight, ascending, a stage fits (option, k, j)."""
