@@ -54,6 +54,7 @@ from autopar.inter_op.dynamic_program.describe_choice import (
 from autopar.inter_op.dynamic_program.families import families_of
 from autopar.inter_op.dynamic_program.family_search import FamilySearch
 from autopar.inter_op.dynamic_program.problem import Manual, SlowerStages, StageChoice, StageProblem
+from autopar.inter_op.dynamic_program.recursion import TIE
 from autopar.inter_op.dynamic_program.submeshes import Submesh, kind_of, place, place_in_parts, submeshes, tiles
 from autopar.schedules.schedules import SCHEDULES, interleaves
 from autopar.solver.budget import Budget
@@ -106,7 +107,7 @@ def _search(problem: StageProblem, manual: Manual, best: BestChoice) -> BestChoi
     _check(problem, manual)
     for family in families_of(problem, manual):
         quick = family.within(best.worth_s)
-        if quick.least_step_s <= best.worth_s and math.isfinite(quick.least_step_s):
+        if quick.least_step_s <= best.worth_s * (1 + TIE) and math.isfinite(quick.least_step_s):
             FamilySearch(quick, best).run()
         elif math.isfinite(family.least_step_s):
             best.floor_s = min(best.floor_s, max(best.worth_s, family.least_step_s))
