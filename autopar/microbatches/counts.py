@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import weakref
 from collections.abc import Mapping, Sequence
 
 from autopar.errors import ArgumentError, UnsupportedProgramError
@@ -58,11 +59,24 @@ def plan_phases(
     uneven = [leaf for leaf in leaves if leaf.shape[0] % count]
     if leaves and len(uneven) == len(leaves):
         raise ArgumentError(_does_not_divide(traced, count, uneven))
-    report(Progress(at=f"the cut into {count} microbatches"))
-    plan = plan_time(traced, count, late_sums=late_sums, known=known, like=like, finite=finite)
+    plan: TimePlan | MixedExamples | None = None
+    is_free, refused, key = known is None and like is None, _REFUSED.setdefault(traced, {}), (count, late_sums, finite)
+    if is_free:
+        plan = refused.get(key)
+    if plan is None:
+        report(Progress(at=f"the cut into {count} microbatches"))
+        plan = plan_time(traced, count, late_sums=late_sums, known=known, like=like, finite=finite)
+    if is_free and isinstance(plan, MixedExamples):
+        refused[key] = plan
     if uneven and isinstance(plan, MixedExamples):
         raise ArgumentError(_does_not_divide(traced, count, uneven))
     return plan
+
+
+_REFUSED: weakref.WeakKeyDictionary[TracedStep, dict[tuple[int, bool, bool], MixedExamples]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Why a step cannot be cut into a number of microbatches, by the options of `plan_phases`: several searches ask for it."""
 
 
 def _does_not_divide(traced: TracedStep, count: int, uneven: Sequence[Leaf]) -> str:

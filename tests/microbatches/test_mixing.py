@@ -7,6 +7,7 @@ import pytest
 from flax import linen, nnx
 
 from autopar.errors import UnsupportedProgramError
+from autopar.microbatches import counts
 from autopar.microbatches.counts import cut_into_microbatches
 from autopar.microbatches.mixing import MixedExamples
 from autopar.microbatches.phases import plan_time
@@ -21,18 +22,43 @@ def mixing(step, count, *args):
     return plan
 
 
+def contrastive(weights, batch):
+    def loss(weights):
+        a, b = batch["x"] @ weights, batch["y"] @ weights
+        return -jnp.mean(jax.nn.log_softmax(a @ b.T)[jnp.arange(8), jnp.arange(8)])
+
+    return weights - 0.1 * jax.grad(loss)(weights)
+
+
 def test_a_contrastive_loss_is_refused_at_the_product_that_mixes_examples():
-    def step(weights, batch):
-        def loss(weights):
-            a, b = batch["x"] @ weights, batch["y"] @ weights
-            return -jnp.mean(jax.nn.log_softmax(a @ b.T)[jnp.arange(8), jnp.arange(8)])
-
-        return weights - 0.1 * jax.grad(loss)(weights)
-
-    found = mixing(step, 4, *linear())
+    found = mixing(contrastive, 4, *linear())
     assert found.operation == "dot_general"
     assert "test_mixing.py" in found.source
     assert "relates examples of the batch to each other" in found.reason
+
+
+def test_why_a_step_cannot_be_cut_is_found_once_for_each_number(monkeypatch):
+    """Of steps asked for in stages it was found by the search over layers, and again for equal stages."""
+    traced, asked = traced_of(contrastive, *linear()), []
+
+    def counted(traced, count, **options):
+        asked.append((count, options["late_sums"]))
+        return plan_time(traced, count, **options)
+
+    monkeypatch.setattr(counts, "plan_time", counted)
+    found = [
+        counts.plan_phases(traced, count, late_sums=late)
+        for _ in range(2)
+        for count in (2, 4)
+        for late in (False, True)
+    ]
+    assert all(isinstance(one, MixedExamples) for one in found)
+    assert found[:4] == found[4:]
+    assert asked == [(2, False), (2, True), (4, False), (4, True)]
+    counts.plan_phases(traced, 4, known={})
+    assert len(asked) == 5, "of phases that are known it says nothing"
+    counts.plan_phases(traced_of(contrastive, *linear()), 4)
+    assert len(asked) == 6, "nor of another step"
 
 
 def test_batch_normalisation_is_refused_at_the_operation_that_needs_the_mean():
