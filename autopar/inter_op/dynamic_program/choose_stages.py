@@ -29,12 +29,15 @@ max o <= y
                        of a t(k, j, z) + c(k, j, z) + F(r - 1, j, d - n(z); x, y)     F(0, L, 0) = 0
     T = min over y of (y + min over x of min over S of F(S, 0, D; x, y) + b(S) x)
 
-x: bisection over the distinct u, from the least that any choice reaches to the largest that can still pay. An interval is
-dropped if for each S a F at its upper end plus b(S) times its lower end is worse than the best known. A bound on F that ignores
-r (a stage fits if it fits at any place) is quick; F itself is computed only if that bound allows. y: from infinity down; a
-choice that attains the minimum under y beats all others that do not have a smaller max o. What F is at least under limits holds
-under smaller ones. `tolerance` also drops intervals that could gain less; `bound_s` is then the time that no choice beats.
-Ties: fewer stages, then earlier cuts, then earlier submeshes in the list.
+x: bisection over the distinct u, from the least that any choice reaches to the largest that can still pay. An interval is dropped
+if for each S a F at its upper end plus b(S) times its lower end is worse than the best known. A bound on F that ignores r (a
+stage fits if it fits at any place) is quick; F itself is computed only if that bound allows, first for the x that promises most
+by it. With the same bound G(k, d) on the layers before k, a choice in which layers from k on have d devices takes at least F + G
++ b x: F is computed for those d alone for which that matters, and known as at least what matters for others. Stages that are too
+slow for any such choice are left out at once (`family_search.py`). y: from infinity down; a choice that attains the minimum under
+y beats all others that do not have a smaller max o. What F is at least under limits holds under smaller ones. `tolerance` also
+drops intervals that could gain less; `bound_s` is then the time that no choice beats. Ties: fewer stages, then earlier cuts, then
+earlier submeshes in the list.
 
 What can go wrong: costs may not add up over layers, so the caller plans the chosen stages as wholes. A stage among unlike ones
 waits longer or shorter than among its like; the caller times the schedule.
