@@ -36,7 +36,7 @@ from autopar.pipeline_plan import PipelinePlan, plan_from_json
 from autopar.plan import Plan
 from autopar.plan_cache.recall import recall_or_search
 from autopar.program.step import TracedStep, fewer_examples, require_examples
-from autopar.progress import LOGGER
+from autopar.progress import LOGGER, searching
 from autopar.runtime.meetings import LIMIT_S, group_of
 from autopar.runtime.shared_plan import SharedPlan
 from autopar.settings import (
@@ -98,7 +98,8 @@ def _check_size(settings: Settings) -> None:
 def _search_timed(settings: Settings, traced: TracedStep) -> Planned:
     """The best plan, with the seconds that all of the search took."""
     started = perf_counter()
-    found = _search(settings, traced)
+    with searching():
+        found = _search(settings, traced)
     flops, at_peak_s = _work_at_peak(settings, traced, found.plan)
     seconds = perf_counter() - started
     if isinstance(found, PlannedPipeline):

@@ -76,6 +76,8 @@ class Progress:
 Listener: TypeAlias = Callable[[Progress], None]
 _LISTENERS: contextvars.ContextVar[tuple[Listener, ...]] = contextvars.ContextVar("listeners", default=())
 _IS_OF_A_PART: contextvars.ContextVar[bool] = contextvars.ContextVar("is_of_a_part", default=False)
+_BEST_S: contextvars.ContextVar[list[float]] = contextvars.ContextVar("best_s")
+"""The least seconds per step that this search has reported."""
 _OF_THE_WHOLE = ("bounded", "dropped", "proven", "best_s", "bound_s")
 
 
@@ -99,6 +101,16 @@ def planning_parts() -> Iterator[None]:
         _IS_OF_A_PART.reset(token)
 
 
+@contextlib.contextmanager
+def searching() -> Iterator[None]:
+    """A context in which one plan is searched for: a step that takes no less than an earlier one is no news there."""
+    token = _BEST_S.set([math.inf])
+    try:
+        yield
+    finally:
+        _BEST_S.reset(token)
+
+
 def report(progress: Progress, event: str = "", *, is_news: bool = False) -> Progress:
     """Tell all listeners, and the log.
 
@@ -116,9 +128,19 @@ def report(progress: Progress, event: str = "", *, is_news: bool = False) -> Pro
             return progress
     if is_news and progress.phase is not None:
         reach("phase", progress.phase)
+    elif is_news and progress.best_s is not None:
+        is_news = _is_better(progress.best_s)
     LOGGER.log(logging.INFO if is_news else logging.DEBUG, "%s", event or progress)
     tell(progress)
     return progress
+
+
+def _is_better(best_s: float) -> bool:
+    """Whether a step takes less than any that this search has reported; it does, where no search is known."""
+    if (before := _BEST_S.get(None)) is None:
+        return True
+    least_s, before[0] = before[0], min(best_s, before[0])
+    return best_s < least_s
 
 
 def tell(progress: Progress) -> None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 import autopar
 from autopar.forks.jobs import run_side_by_side
-from autopar.progress import Progress, enter, listening, planning_parts, report
+from autopar.progress import Progress, enter, listening, planning_parts, report, searching
 from tests.inter_op.test_search import arguments, step, two_nodes
 
 
@@ -60,6 +60,17 @@ def test_the_cut_into_microbatches_and_their_loop_are_told():
         autopar.parallelize(a_step, devices=2, num_microbatches=4).plan(*SHAPES)
     places = [one.at for one in heard]
     assert places.index("the cut into 4 microbatches") < places.index("the loop over 4 microbatches")
+
+
+def test_of_one_search_only_a_better_step_is_news(caplog):
+    """The log promises better plans, and had the stages in each schedule, whatever they take."""
+    with caplog.at_level(logging.DEBUG, logger="autopar"):
+        for _ in range(2):
+            with searching():
+                for seconds in (0.5, 0.6, 0.5, 0.4):
+                    report(Progress(best_s=seconds), is_news=True)
+    levels = [record.levelname for record in caplog.records]
+    assert levels == ["INFO", "DEBUG", "DEBUG", "INFO"] * 2
 
 
 def test_figures_of_a_part_are_not_said_of_the_step(caplog):
