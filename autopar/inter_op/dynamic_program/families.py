@@ -26,8 +26,8 @@ class Family:
     """Choices of equal rules: `counts` are the S in it, `slowest` their b(S), `fill` is a.
 
     `in_flight[S][r - 1]`: what the r-th stage from the end keeps. A mesh has `chunks`, each of which may have that part of the
-    memory, and counts that part of the microbatches that all have in flight together. Stages that take more
-    than `longest_s` per microbatch are left out.
+    memory, and counts that part of the microbatches that all have in flight together. Stages that take more than `longest_s`
+    per microbatch are left out.
     """
 
     problem: StageProblem

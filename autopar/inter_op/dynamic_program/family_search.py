@@ -167,8 +167,11 @@ class _Round:
         """
         times, b = self.search.times, self.search.slowest.min()
         floors = self._promising(floor)
+        self.search.tried += [(float(times[at]), self._of_each(bound)) for at, bound in floors.items()]
         ends, here = sorted(floors), dict[int, np.ndarray]()
         for at in sorted(floors, key=lambda at: floors[at] + b * times[at]):
+            if self.search.best.ends():
+                return []
             from_ = max((end + 1 for end in ends if end < at), default=0)
             here[at] = self._try(float(times[at]), float(times[from_]))
         uppers = [*(here[end] for end in ends[1:]), self._of_each(floor)]
