@@ -55,11 +55,14 @@ def test_the_best_step_is_the_least_so_far_and_ends_what_stages_promise():
 
 
 def test_the_cut_into_microbatches_and_their_loop_are_told():
-    heard = []
-    with listening(heard.append):
-        autopar.parallelize(a_step, devices=2, num_microbatches=4).plan(*SHAPES)
-    places = [one.at for one in heard]
-    assert places.index("the cut into 4 microbatches") < places.index("the loop over 4 microbatches")
+    """Whether the number is given, or found because nothing else fits the memory."""
+    for options in ({"num_microbatches": 4}, {"num_stages": 1, "memory_limit_bytes": 2200}):
+        heard = []
+        with listening(heard.append):
+            plan = autopar.parallelize(a_step, devices=2, **options).plan(*SHAPES)
+        places, count = [one.at for one in heard], plan.num_microbatches
+        assert count > 1
+        assert places.index(f"the cut into {count} microbatches") < places.index(f"the loop over {count} microbatches")
 
 
 def test_of_one_search_only_a_better_step_is_news(caplog):

@@ -29,7 +29,6 @@ def cut_into_microbatches(traced: TracedStep, count: int) -> TracedStep:
     plan = plan_phases(traced, count)
     if isinstance(plan, MixedExamples):
         raise not_cut(plan, count)
-    report(Progress(at=f"the loop over {count} microbatches"))
     return loop_over_microbatches(traced, plan)
 
 
@@ -64,7 +63,6 @@ def plan_phases(
     if is_free:
         plan = refused.get(key)
     if plan is None:
-        report(Progress(at=f"the cut into {count} microbatches"))
         plan = plan_time(traced, count, late_sums=late_sums, known=known, like=like, finite=finite)
     if is_free and isinstance(plan, MixedExamples):
         refused[key] = plan
@@ -107,6 +105,7 @@ def microbatch_counts(traced: TracedStep) -> tuple[int, ...]:
 
 def loop_over_microbatches(traced: TracedStep, plan: TimePlan) -> TracedStep:
     """The step as one program with the loop inside; see the module's text."""
+    report(Progress(at=f"the loop over {plan.microbatches} microbatches"))
     loop = TimeLoop(traced, plan)
     return dataclasses.replace(
         retrace(traced, loop.inputs(), loop.run), microbatches=plan.microbatches, assumed_finite=plan.assumed_finite

@@ -58,6 +58,7 @@ from autopar.microbatches.tuning import TUNING, Tuning
 from autopar.program.opened.statistic import batch_statistic_p
 from autopar.program.program import Equation
 from autopar.program.step import TracedStep
+from autopar.progress import Progress, report
 from autopar.rules.factor_rule import FactorRule
 from autopar.rules.table import entry_for, flops_of
 from autopar.solver.outcomes import Chosen
@@ -85,6 +86,7 @@ def plan_time(
         like: a plan of the same step with the same `late_sums`, taken over if this number can divide what it divides.
         finite: the last resort is taken at once, as in the plan that `known` is of; so it is if `like` is such a plan.
     """
+    report(Progress(at=f"the cut into {microbatches} microbatches"))
     finite = finite or (like is not None and like.is_of_finite)
     seek = functools.partial(_plan_by_rules, traced, microbatches, late_sums=late_sums, known=known, tuning=tuning)
     found = seek(like=like, finite=finite)
@@ -381,15 +383,12 @@ class _PhaseProblem:
 
     def _across(self, pair: tuple[int, int], base: np.ndarray, use: Use) -> np.ndarray:
         u, v = (self.graph.nodes[i] for i in pair)
-        rows, columns = base.shape
-        full = np.full((rows + 2, columns + 2), np.inf)
-        full[:rows, :columns] = base
+        (rows, columns), full = base.shape, self._inside_a_loop(base)
         full[:rows, columns + 1] = self._finishing(u.choices.strategies, use)
         full[rows, :columns] = base[0]
-        full[rows, columns] = full[rows, columns + 1] = full[rows + 1, columns + 1] = 0.0
-        only_u, only_v = self._only(u), self._only(v)
-        kept_rows = [rows] if only_u == "prologue" else range(rows + 2)
-        kept_columns = [columns + 1] if only_v == "epilogue" else range(columns + 2)
+        full[rows, columns + 1] = 0.0
+        kept_rows = [rows] if self._only(u) == "prologue" else range(rows + 2)
+        kept_columns = [columns + 1] if self._only(v) == "epilogue" else range(columns + 2)
         return full[np.ix_(list(kept_rows), list(kept_columns))]
 
     def _finishing(self, strategies: Sequence[ShardingStrategy], use: Use) -> np.ndarray:
