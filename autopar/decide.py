@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from time import perf_counter
 from typing import TypeAlias
 
@@ -20,7 +20,7 @@ from autopar.arguments import Leader
 from autopar.cost_model.hardware import Cluster
 from autopar.errors import ArgumentError, AutoparError, OutOfMemoryError
 from autopar.inter_op.compare_timetables import plan_best_pipeline
-from autopar.inter_op.describe_pipeline import PlannedPipeline
+from autopar.inter_op.describe_pipeline import PlannedPipeline, RestoredPipeline
 from autopar.inter_op.given_stages import plan_given_stages
 from autopar.inter_op.one_mesh import plan_on_one_mesh
 from autopar.inter_op.one_or_stages import plan_one_or_stages
@@ -28,13 +28,14 @@ from autopar.inter_op.plan_on_kinds import has_kinds, plan_on_kinds
 from autopar.inter_op.plan_pipeline import PipelineWishes, restore_pipeline
 from autopar.intra_op.choices.least_work import find_flops
 from autopar.intra_op.request import PlannedStep, PlanRequest
-from autopar.intra_op.restore import restore
+from autopar.intra_op.restore import restore, restore_known
 from autopar.layouts.mesh import LogicalMesh
-from autopar.microbatches.counts import cut_into_microbatches, microbatch_counts
+from autopar.microbatches.counts import cut_by, cut_into_microbatches, loop_over_microbatches, microbatch_counts
+from autopar.microbatches.named_phases import NamedPhases
 from autopar.microbatches.statistics import mark_statistics, warn_of_corrections
 from autopar.pipeline_plan import PipelinePlan, plan_from_json
 from autopar.plan import Plan
-from autopar.plan_cache.recall import recall_or_search
+from autopar.plan_cache.recall import Recalled, Ways, recall_or_search
 from autopar.program.step import TracedStep, fewer_examples, require_examples
 from autopar.progress import LOGGER, searching
 from autopar.runtime.meetings import LIMIT_S, group_of
@@ -57,7 +58,9 @@ from autopar.stages.dependence import takes_gradients
 from autopar.stages.follow import Following
 from autopar.stages.recompute_layers import Repeated
 
-Planned: TypeAlias = PlannedStep | PlannedPipeline
+Made: TypeAlias = PlannedStep | PlannedPipeline | RestoredPipeline
+"""A step with its plan, as a search makes it or as it is restored."""
+Planned: TypeAlias = Made | Recalled[Made]
 """A step with its plan, ready to be compiled."""
 
 
@@ -68,13 +71,12 @@ def decide(settings: Settings, traced: TracedStep) -> Planned:
     """
     _check_size(settings)
     marked = mark_statistics(traced) if settings.batch_statistics == "microbatch" else traced
-    restore = functools.partial(_restore, settings, marked)
+    planned: Planned
     if settings.plan is not None:
-        planned = restore(settings.plan)
+        planned = _restore(settings, marked, settings.plan)
     else:
-        search: Callable[[], Planned] = functools.partial(_search_timed, settings, marked)
         try:
-            planned = recall_or_search(settings, marked, search=search, restore=restore)
+            planned = recall_or_search(settings, marked, _ways(settings, traced, marked))
         except (OutOfMemoryError, LeftError) as error:
             error.asked = settings, traced
             raise
@@ -82,6 +84,22 @@ def decide(settings: Settings, traced: TracedStep) -> Planned:
         warn_of_corrections(traced)
     planned.plan.know_question(settings, traced, is_cluster_assumed=is_cluster_assumed(settings))
     return planned
+
+
+def _ways(settings: Settings, traced: TracedStep, marked: TracedStep) -> Ways[Made]:
+    """How a step gets its plan. `marked`: the step with the statistics of a batch marked, as far as they may be estimates."""
+
+    def search(own: Settings) -> Made:
+        found = _search_timed(own, marked)
+        found.plan.know_question(own, traced, is_cluster_assumed=is_cluster_assumed(own))
+        return found
+
+    return Ways(
+        search=search,
+        restore=functools.partial(_restore, settings, marked),
+        restore_kept=functools.partial(_restore_kept, settings, marked),
+        name_phases=_name_phases,
+    )
 
 
 def _check_size(settings: Settings) -> None:
@@ -95,7 +113,7 @@ def _check_size(settings: Settings) -> None:
         )
 
 
-def _search_timed(settings: Settings, traced: TracedStep) -> Planned:
+def _search_timed(settings: Settings, traced: TracedStep) -> PlannedStep | PlannedPipeline:
     """The best plan, with the seconds that all of the search took."""
     started = perf_counter()
     with searching():
@@ -125,7 +143,7 @@ def _work_at_peak(settings: Settings, traced: TracedStep, plan: Plan | PipelineP
     return works[0][1], 1 / sum(count / alone_s for count, _, alone_s in works if alone_s) if works[0][2] else 0.0
 
 
-def _search(settings: Settings, traced: TracedStep) -> Planned:
+def _search(settings: Settings, traced: TracedStep) -> PlannedStep | PlannedPipeline:
     """The best plan of what the settings leave open."""
     leader, meshes, devices = plan_to_follow(settings), count_meshes(settings), count_devices(settings)
     _require_a_batch(settings, traced, leader)
@@ -140,7 +158,7 @@ def _search(settings: Settings, traced: TracedStep) -> Planned:
     if _leaves_stages_open(settings) and devices > 1 and max(microbatch_counts(traced)) > 1:
         wish = _wish(settings, meshes)
 
-        def plan(own: PlanRequest, count: int) -> Planned:
+        def plan(own: PlanRequest, count: int) -> PlannedStep | PlannedPipeline:
             return plan_one_or_stages(traced, wish, own, devices=count)
 
         return (
@@ -251,14 +269,43 @@ def _without_the_batch(settings: Settings, traced: TracedStep, leader: Leader) -
     )
 
 
-def _restore(settings: Settings, traced: TracedStep, plan: Plan | PipelinePlan) -> Planned:
+def _restore(settings: Settings, traced: TracedStep, plan: Plan | PipelinePlan) -> Made:
     """A given plan, without a search. Raises PlanError if it is for another step."""
     if isinstance(plan, PipelinePlan):
         return restore_pipeline(traced, plan, make_request(settings))
     count_meshes(settings)  # refuses numbers of stages that contradict each other
-    step = Repeated(plan.recomputed_layers, plan.keeps_named).apply(traced) if plan.recompute else traced
-    cut = cut_into_microbatches(step, plan.num_microbatches)
+    cut = cut_into_microbatches(_repeat_layers(traced, plan), plan.num_microbatches)
     return restore(cut, plan, make_request(settings, choose_one_mesh(settings)))
+
+
+def _restore_kept(settings: Settings, traced: TracedStep, plan: Plan | PipelinePlan, phases: str | None) -> Made:
+    """A plan that a search has found for this very question; `phases`: those that `_name_phases` named then."""
+    named = None if phases is None else NamedPhases.from_json(phases)
+    if isinstance(plan, PipelinePlan):
+        return restore_pipeline(traced, plan, make_request(settings), phases=named)
+    step = _repeat_layers(traced, plan)
+    if plan.num_microbatches > 1:
+        step = (
+            cut_into_microbatches(step, plan.num_microbatches)
+            if named is None
+            else loop_over_microbatches(step, named.find(step))
+        )
+    return restore_known(step, plan, make_request(settings, choose_one_mesh(settings)))
+
+
+def _repeat_layers(traced: TracedStep, plan: Plan) -> TracedStep:
+    """The step with the forward work that backward does again, as a plan says."""
+    return Repeated(plan.recomputed_layers, plan.keeps_named).apply(traced) if plan.recompute else traced
+
+
+def _name_phases(planned: Made) -> str | None:
+    """The phases by which the microbatches of a planned step are cut, in words; None if it has none."""
+    match planned:
+        case PlannedPipeline():
+            return NamedPhases.of(planned.staged.cut.loop.plan).to_json()
+        case PlannedStep() if (cut := cut_by(planned.traced)) is not None:
+            return NamedPhases.of(cut).to_json()
+    return None
 
 
 def _refuse_wishes_beside_the_plan(settings: Settings) -> None:

@@ -38,10 +38,10 @@ from autopar.execution.stage_tasks import StageTask
 from autopar.execution.transfers import Transfers
 from autopar.execution.turns import RUNNING
 from autopar.inter_op.candidates.pipeline_seconds import schedule_of
-from autopar.inter_op.describe_pipeline import PlannedPipeline
-from autopar.inter_op.stage_seconds import Staged
+from autopar.inter_op.describe_pipeline import PlannedPipeline, RestoredPipeline
 from autopar.intra_op.request import PlannedStep
 from autopar.pipeline_plan import PipelinePlan
+from autopar.plan_cache.recall import Recalled
 from autopar.program.call import CallSignature, PyTree
 from autopar.program.crossing import deliver
 from autopar.program.step import TracedStep
@@ -63,24 +63,25 @@ from autopar.stages.tasks.refs import OutputRef
 
 
 def compile_planned(
-    signature: CallSignature, planned: PlannedStep | PlannedPipeline, devices: Sequence[jax.Device]
+    signature: CallSignature,
+    planned: PlannedStep | PlannedPipeline | RestoredPipeline | Recalled[PlannedStep | PlannedPipeline | RestoredPipeline],
+    devices: Sequence[jax.Device],
 ) -> CompiledStep | CompiledPipeline:
     """Compile a step, on one mesh or in stages as its plan says. Raises ArgumentError if there are too few devices."""
     match planned:
+        case Recalled():
+            return compile_planned(signature, planned.whole, devices)
         case PlannedStep():
             return CompiledStep(signature, planned, devices)
         case _:
-            return compile_pipeline(signature, planned.traced, planned.staged, planned.plan, devices)
+            return compile_pipeline(signature, planned, devices)
 
 
 def compile_pipeline(
-    signature: CallSignature,
-    traced: TracedStep,
-    staged: Staged,
-    plan: PipelinePlan,
-    devices: Sequence[jax.Device],
+    signature: CallSignature, planned: PlannedPipeline | RestoredPipeline, devices: Sequence[jax.Device]
 ) -> CompiledPipeline:
     """Compile a planned pipeline. Raises ArgumentError if there are too few devices."""
+    plan = planned.plan
     schedule = schedule_of(plan)
     needed = max(s.first_device + math.prod(s.plan.mesh_shape) for s in plan.stages)
     if needed > len(devices):
@@ -95,9 +96,9 @@ def compile_pipeline(
             device_mesh(stage.assignment.mesh, devices[where.first_device :]),
             where.mesh,
         )
-        for stage, where in zip(staged.stages, plan.stages, strict=True)
+        for stage, where in zip(planned.stages, plan.stages, strict=True)
     ]
-    return CompiledPipeline(signature, plan, stages, schedule, split_step=staged.split, devices=devices)
+    return CompiledPipeline(signature, plan, stages, schedule, split_step=planned.split, devices=devices)
 
 
 def _watch_on(processes: PipelineProcesses) -> Watch | None:

@@ -20,6 +20,7 @@ from autopar.inter_op.dynamic_program.places import first_places
 from autopar.inter_op.stage_seconds import Staged, StagedStage, transfer_sizes
 from autopar.intra_op.choices.least_work import find_work
 from autopar.intra_op.describe import named_below_the_root
+from autopar.intra_op.lowering.assignment import Assignment
 from autopar.intra_op.request import PlanRequest
 from autopar.layouts.mesh import LogicalMesh
 from autopar.pipeline_plan import ONCE, PipelinePlan, StagePlan, TransferPlan
@@ -27,7 +28,9 @@ from autopar.program.step import TracedStep
 from autopar.progress import Progress, report
 from autopar.schedules.in_flight import InFlight
 from autopar.schedules.tasks import Schedule
+from autopar.stages.split_scans import SplitStep
 from autopar.stages.tasks.mesh_memory import StageShare, share_peak
+from autopar.stages.tasks.stage_program import StageProgram
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -37,6 +40,34 @@ class PlannedPipeline:
     traced: TracedStep
     plan: PipelinePlan
     staged: Staged
+
+    @property
+    def stages(self) -> Sequence[StagedStage]:
+        """The stages, in the order of the pipeline."""
+        return self.staged.stages
+
+    @property
+    def split(self) -> SplitStep:
+        """The step with its scans divided among stages."""
+        return self.staged.split
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RestoredStage:
+    """A stage of a plan that was made before, as it runs; its plan says what it takes."""
+
+    program: StageProgram
+    assignment: Assignment
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RestoredPipeline:
+    """A step with a plan in stages that was made before, and what the runtime compiles of it."""
+
+    traced: TracedStep
+    plan: PipelinePlan
+    stages: tuple[RestoredStage, ...]
+    split: SplitStep
 
 
 def describe_pipeline(traced: TracedStep, staged: Staged, schedule: Schedule, request: PlanRequest) -> PlannedPipeline:

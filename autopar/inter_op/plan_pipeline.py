@@ -22,7 +22,7 @@ from autopar.inter_op.candidates.timetables import (
     usual_microbatches,
 )
 from autopar.inter_op.candidates.tuning import TUNING, Tuning
-from autopar.inter_op.describe_pipeline import PlannedPipeline, describe_pipeline
+from autopar.inter_op.describe_pipeline import PlannedPipeline, RestoredPipeline, describe_pipeline
 from autopar.inter_op.dynamic_program.kinds import KindOfNodes, kinds_of
 from autopar.inter_op.plan_stage import StagesTooLargeError
 from autopar.inter_op.plan_stages import StageRequest, plan_stages, restore_stages, split_devices
@@ -31,6 +31,7 @@ from autopar.intra_op.request import PlanRequest
 from autopar.intra_op.restore import another_step
 from autopar.layouts.mesh import LogicalMesh
 from autopar.microbatches.counts import microbatch_counts
+from autopar.microbatches.named_phases import NamedPhases
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Alternative
 from autopar.program.step import TracedStep
@@ -198,8 +199,13 @@ def _plan_with_own_shares(plan: Callable[..., Staged], wanted: StageRequest, tun
             shares = tuple(more[one] if stage in error.stages else one for stage, one in enumerate(shares))
 
 
-def restore_pipeline(traced: TracedStep, plan: PipelinePlan, request: PlanRequest) -> PlannedPipeline:
-    """The stages of a plan, without solving. Raises PlanError if the plan is for another step."""
+def restore_pipeline(
+    traced: TracedStep, plan: PipelinePlan, request: PlanRequest, *, phases: NamedPhases | None = None
+) -> RestoredPipeline:
+    """The stages of a plan, without solving. Raises PlanError if the plan is for another step.
+
+    `phases`: those that the plan was made with, if it is known to be of this very step and request. It is not checked then.
+    """
     if plan.fingerprint != traced.fingerprint.digest:
         raise another_step(traced, plan.fingerprint, plan.trail)
     wanted = StageRequest(
@@ -213,9 +219,7 @@ def restore_pipeline(traced: TracedStep, plan: PipelinePlan, request: PlanReques
         homes=homes_of(plan),
         kinds=_kinds_of_plan(plan, request),
     )
-    plans = [stage.plan for stage in plan.stages]
-    staged = restore_stages(traced, plans, wanted, request, phases_from=plan.phases_from)
-    return PlannedPipeline(traced, plan, staged)
+    return restore_stages(traced, plan, wanted, request, phases=phases)
 
 
 def _kinds_of_plan(plan: PipelinePlan, request: PlanRequest) -> tuple[KindOfNodes, ...]:

@@ -18,6 +18,7 @@ from typing import cast
 from autopar.errors import ArgumentError, OutOfMemoryError
 from autopar.forks.jobs import run_side_by_side
 from autopar.inter_op.candidates.tuning import TUNING, Tuning
+from autopar.inter_op.describe_pipeline import RestoredPipeline, RestoredStage
 from autopar.inter_op.dynamic_program.kinds import KindOfNodes
 from autopar.inter_op.plan_stage import (
     KnownStages,
@@ -29,14 +30,15 @@ from autopar.inter_op.plan_stage import (
     plan_program,
     take_over,
 )
-from autopar.inter_op.stage_seconds import Staged, StagedStage, price_stage
+from autopar.inter_op.stage_seconds import Staged, StagedStage
 from autopar.intra_op.choices.allowed_values import allowed_inputs, allowed_outputs
 from autopar.intra_op.request import PlanRequest, logical_meshes
-from autopar.intra_op.restore import restore
+from autopar.intra_op.restore import restore, restore_known
 from autopar.layouts.constraints import Constraints
 from autopar.layouts.mesh import LogicalMesh
 from autopar.microbatches.loop import TimeLoop
-from autopar.plan import Plan
+from autopar.microbatches.named_phases import NamedPhases
+from autopar.pipeline_plan import PipelinePlan
 from autopar.program.step import TracedStep
 from autopar.progress import enter, planning_parts
 from autopar.schedules.in_flight import InFlight
@@ -212,24 +214,26 @@ def _plan_follower(
 
 def restore_stages(
     traced: TracedStep,
-    plans: Sequence[Plan],
+    plan: PipelinePlan,
     wanted: StageRequest,
     request: PlanRequest,
     *,
-    phases_from: int | None = None,
-) -> Staged:
-    """The stages that a plan describes, without solving. `phases_from`: see `PipelinePlan`."""
+    phases: NamedPhases | None = None,
+) -> RestoredPipeline:
+    """The stages that a plan describes, without solving. `phases`: see `restore_pipeline`."""
     assert wanted.cuts is not None
     split, count = _split_scans(traced, wanted), wanted.num_microbatches
-    loop = make_loops(split, phases_from or count)(count)
+    if phases is None:
+        loop = make_loops(split, plan.phases_from or count)(count)
+    else:
+        loop = TimeLoop(split.step, phases.find(split.step), pieces=split.pieces)
     cut = _cut(loop, wanted.cuts, wanted)
     stages = []
-    for number, plan in enumerate(plans):
+    for number, stage in enumerate(plan.stages):
         program, kind = program_of_stage(cut, number), wanted.kind_of(number)
-        own = request if kind is None else kind.request
-        assignment = restore(program.step, plan, own).assignment
-        stages.append(_on_kind(price_stage(program, plan, assignment, cluster=own.cluster), kind))
-    return _staged(wanted, cut, wanted.cuts, stages, split)
+        own, make = request if kind is None else kind.request, restore if phases is None else restore_known
+        stages.append(RestoredStage(program, make(program.step, stage.plan, own).assignment))
+    return RestoredPipeline(traced, plan, tuple(stages), split)
 
 
 def _on_kind(stage: StagedStage, kind: KindOfNodes | None) -> StagedStage:

@@ -17,7 +17,7 @@ from autopar.errors import PlanError
 from autopar.intra_op.choices.strategies import ShardingStrategy
 from autopar.intra_op.describe import collectives_of, exchanges_of, figures_of, values_of
 from autopar.intra_op.lowering.assignment import Assignment, assign
-from autopar.intra_op.lowering.named_strategies import choose_by_name
+from autopar.intra_op.lowering.named_strategies import assign_by_name, choose_by_name
 from autopar.intra_op.mesh_search import graph_for
 from autopar.intra_op.request import PlannedStep, PlanRequest
 from autopar.layouts.mesh import Layout, LogicalMesh
@@ -34,12 +34,7 @@ def restore(traced: TracedStep, plan: Plan, request: PlanRequest) -> PlannedStep
         raise another_step(traced, plan.fingerprint, plan.trail, plan.inputs)
     _check_rules(traced, plan)
     _check_leaves(traced, plan)
-    mesh = LogicalMesh(plan.mesh_shape, plan.axis_names)
-    options = dataclasses.replace(request.options, allow_redundant_compute=plan.allow_redundant_compute)
-    cluster = request.cluster
-    if plan.node_kind and any(kind.name == plan.node_kind for kind in cluster.node_kinds):
-        cluster = cluster.of_kind(plan.node_kind)
-    request = dataclasses.replace(request, options=options, cluster=cluster)
+    mesh, request = LogicalMesh(plan.mesh_shape, plan.axis_names), _as_planned(request, plan)
     inputs = [(_leaf_layout(v, leaf, mesh),) for v, leaf in zip(plan.inputs, traced.inputs, strict=True)]
     outputs: list[Any] = [
         number if number is not None else (_leaf_layout(v, leaf, mesh),)
@@ -58,6 +53,32 @@ def restore(traced: TracedStep, plan: Plan, request: PlanRequest) -> PlannedStep
         needed, within = collectives_of(traced, graph, assignment)[0], exchanges_of(graph, numbers)[0]
         _compare_collectives((*needed, *within), plan.collectives)
     return PlannedStep(traced, plan, assignment)
+
+
+def restore_known(traced: TracedStep, plan: Plan, request: PlanRequest) -> PlannedStep:
+    """As `restore`, of a plan that is known to be of this very step and request: it is not checked, and needs no graph.
+
+    The assignment says nothing of seconds. Raises PlanError if the plan is for another step, as far as that is noticed.
+    """
+    mesh, request = LogicalMesh(plan.mesh_shape, plan.axis_names), _as_planned(request, plan)
+    assignment = assign_by_name(
+        traced.program,
+        plan,
+        request.catalogues.of(mesh, request.cluster, request.options),
+        inputs=[_leaf_layout(v, leaf, mesh) for v, leaf in zip(plan.inputs, traced.inputs, strict=True)],
+        outputs=[_leaf_layout(v, leaf, mesh) for v, leaf in zip(plan.outputs, traced.outputs, strict=True)],
+        copy_span=plan.copy_span,
+    )
+    return PlannedStep(traced, plan, assignment)
+
+
+def _as_planned(request: PlanRequest, plan: Plan) -> PlanRequest:
+    """A request with what a plan says of its own: the kind of its nodes, and whether work may be repeated."""
+    options, cluster = request.options, request.cluster
+    options = dataclasses.replace(options, allow_redundant_compute=plan.allow_redundant_compute)
+    if plan.node_kind and any(kind.name == plan.node_kind for kind in cluster.node_kinds):
+        cluster = cluster.of_kind(plan.node_kind)
+    return dataclasses.replace(request, options=options, cluster=cluster)
 
 
 def another_step(traced: TracedStep, digest: str, trail: str, inputs: Sequence[ValuePlan] = ()) -> PlanError:

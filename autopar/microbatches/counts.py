@@ -107,6 +107,16 @@ def loop_over_microbatches(traced: TracedStep, plan: TimePlan) -> TracedStep:
     """The step as one program with the loop inside; see the module's text."""
     report(Progress(at=f"the loop over {plan.microbatches} microbatches"))
     loop = TimeLoop(traced, plan)
-    return dataclasses.replace(
+    looped = dataclasses.replace(
         retrace(traced, loop.inputs(), loop.run), microbatches=plan.microbatches, assumed_finite=plan.assumed_finite
     )
+    _CUT_BY[looped] = plan
+    return looped
+
+
+_CUT_BY: weakref.WeakKeyDictionary[TracedStep, TimePlan] = weakref.WeakKeyDictionary()
+
+
+def cut_by(looped: TracedStep) -> TimePlan | None:
+    """The phases by which `loop_over_microbatches` made a step; None if it did not make it."""
+    return _CUT_BY.get(looped)

@@ -11,7 +11,7 @@ import numpy as np
 from autopar.compat import Literal as JaxLiteral
 from autopar.cost_model.hardware import Cluster
 from autopar.disjoint_sets import DisjointSets
-from autopar.intra_op.choices.catalogue import Catalogue, Spaces
+from autopar.intra_op.choices.catalogue import Catalogue
 from autopar.intra_op.choices.graph import StrategyGraph, Use, build_graph
 from autopar.intra_op.choices.known_equations import RuleBook
 from autopar.intra_op.choices.options import PlannerOptions
@@ -26,17 +26,15 @@ _OPTIONS = PlannerOptions(allow_redundant_compute=True, kinds=frozenset())
 
 def graph_over_time(traced: TracedStep, microbatches: int, rules: RuleBook, tuning: Tuning) -> StrategyGraph:
     """The strategies of the step on a mesh of microbatches, on which every input and output of the step is whole."""
-    mesh = LogicalMesh((microbatches,), ("time",))
-    machine = _machine(tuning)
-    program = traced.program
+    program, catalogue = traced.program, catalogue_over_time(microbatches, rules, tuning)
     return build_graph(
         program,
-        mesh,
-        machine,
+        catalogue.mesh,
+        catalogue.cluster,
         _OPTIONS,
         input_layouts=[(Layout.replicated(len(v.aval.shape)),) for v in program.invars],
         output_layouts=[(Layout.replicated(len(v.aval.shape)),) for v in program.outvars],
-        catalogue=Catalogue(mesh, machine, _OPTIONS, rules),
+        catalogue=catalogue,
     )
 
 
@@ -44,9 +42,9 @@ def _machine(tuning: Tuning) -> Cluster:
     return Cluster.uniform((0.0,), (0.0,), flops_per_s=tuning.flops_per_byte, memory_bytes_per_s=1.0)
 
 
-def spaces_over_time(microbatches: int, rules: RuleBook, tuning: Tuning) -> Spaces:
-    """The moves between layouts on a mesh of so many microbatches."""
-    return Catalogue(LogicalMesh((microbatches,), ("time",)), _machine(tuning), _OPTIONS, rules).spaces
+def catalogue_over_time(microbatches: int, rules: RuleBook, tuning: Tuning) -> Catalogue:
+    """What operations may choose on a mesh of so many microbatches, and the moves between layouts on it."""
+    return Catalogue(LogicalMesh((microbatches,), ("time",)), _machine(tuning), _OPTIONS, rules)
 
 
 def adds_terms(eqn: Equation, strategy: ShardingStrategy) -> bool:

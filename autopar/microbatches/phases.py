@@ -47,8 +47,8 @@ from autopar.microbatches.estimates import find_estimates
 from autopar.microbatches.examples import find_example_factors
 from autopar.microbatches.graph_over_time import (
     adds_terms,
+    catalogue_over_time,
     graph_over_time,
-    spaces_over_time,
     unconnected,
     uses_between,
 )
@@ -178,7 +178,7 @@ def in_another_number(plan: TimePlan, microbatches: int, rules: RuleBook, tuning
         if found is None:
             return None
         strategies[eqn] = found
-    spaces = spaces_over_time(microbatches, rules, tuning)
+    spaces = catalogue_over_time(microbatches, rules, tuning).spaces
     assignment = dataclasses.replace(made, mesh=mesh, spaces=spaces, strategies=strategies, seconds=())
     return dataclasses.replace(plan, microbatches=microbatches, assignment=assignment)
 

@@ -16,7 +16,7 @@ from autopar.errors import PlanError
 from autopar.files.checked import ENTRY_SCHEMA, check_fields, load_text
 from autopar.files.json_form import build
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,6 +29,7 @@ class Entry:
         plan: what its `to_json` wrote.
         sources: the lines of the program, each once, in the order in which its operations come from them.
         warnings: what the search warned of.
+        phases: the phases that the plan's microbatches were cut by, `NamedPhases` as JSON; None if it has none.
         searched_s: if planning ended early, how many seconds it had; None if everything was compared.
         version: of this form.
     """
@@ -38,6 +39,7 @@ class Entry:
     plan: str
     sources: tuple[str, ...]
     warnings: tuple[str, ...]
+    phases: str | None
     searched_s: float | None
     version: int = VERSION
 

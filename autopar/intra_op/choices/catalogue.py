@@ -26,6 +26,7 @@ from autopar.intra_op.xla_cpu.table import orders_of
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.moves import LayoutSpace, MoveTable, Network, size_key
 from autopar.program.program import Equation
+from autopar.rules.by_shape import everything_whole
 from autopar.rules.factor_rule import FactorRule
 from autopar.rules.flops import number_format
 from autopar.rules.primitive_rule import PrimitiveRule
@@ -152,6 +153,17 @@ class Catalogue:
         """All layouts in which branches may hand over a result, those of terms of a sum too: a gradient stays in terms."""
         monoids = () if is_opaque(aval) or aval.dtype == bool else ("sum",)
         return tuple(la for la in self.spaces.of(aval, monoids).layouts if la.is_ascending)
+
+    def rule(self, eqn: Equation) -> FactorRule:
+        """The rule of an equation, under which arrays of random keys are whole."""
+        if any(is_opaque(v.aval) and v.aval.shape for v in (*eqn.invars, *eqn.outvars)):
+            return everything_whole(eqn)
+        return self.rules.rule(eqn)
+
+    def offered(self, eqn: Equation, rule: FactorRule, carried: frozenset[str]) -> tuple[ShardingStrategy, ...]:
+        """The strategies of `choices`, without what they cost."""
+        is_divided = entry_for(eqn).heavy and not self.options.allow_redundant_compute
+        return self._offer(rule, carried, is_divided=is_divided).strategies
 
     def choices(
         self, eqn: Equation, rule: FactorRule, carried: frozenset[str], *, traffic: Traffic | None = None

@@ -31,7 +31,6 @@ from autopar.layouts.mesh import Axes, Layout, LogicalMesh
 from autopar.program.loops import Entry, Exit, Filled, Goes, LoopEquation
 from autopar.program.program import Atom, Equation, Program, fan_out_p
 from autopar.program.walk import Scope, StaticDomain
-from autopar.rules.by_shape import everything_whole
 from autopar.rules.factor_rule import FactorRule
 from autopar.rules.table import entry_for
 from autopar.solver.budget import Budget
@@ -294,9 +293,7 @@ class _Builder(StaticDomain[_Value]):
 
     def _add_equation(self, eqn: Equation, trips: float) -> int:
         self.budget.require_time()
-        rule = self.catalogue.rules.rule(eqn)
-        if any(is_opaque(v.aval) and v.aval.shape for v in (*eqn.invars, *eqn.outvars)):
-            rule = everything_whole(eqn)
+        rule = self.catalogue.rule(eqn)
         carried = self._find_carried(eqn, rule)
         choices = self.catalogue.choices(eqn, rule, carried, traffic=self._traffic.get(eqn))
         label = f"{eqn.primitive.name}"

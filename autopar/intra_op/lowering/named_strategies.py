@@ -1,24 +1,30 @@
 """The strategies of a program's operations by name, as a plan keeps them, and back.
 
 In: an `Assignment`. Out: a table of layouts, a table of strategies, and the name of a strategy for each equation of
-`Program.walk`. Back: the tables of a plan, and the graph of its program; out comes a choice for each node. What can go wrong: the
-plan asks for what the program does not offer; PlanError names the equation and its source line.
+`Program.walk`. Back: the tables of a plan, and the graph of its program; out comes a choice for each node. Or, of tables that are
+known to be of this program, the assignment at once, without a graph. What can go wrong: the plan asks for what the program does
+not offer; PlanError names the equation and its source line.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Protocol
 
 from autopar.compat import source_line
 from autopar.content import digest_of
 from autopar.errors import PlanError
+from autopar.intra_op.choices.catalogue import Catalogue
 from autopar.intra_op.choices.graph import Node, StrategyGraph
+from autopar.intra_op.choices.strategies import ShardingStrategy
 from autopar.intra_op.lowering.assignment import Assignment
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.plan import NamedLayout, NamedStrategy, Plan
-from autopar.program.program import Equation
+from autopar.program.loops import LoopEquation
+from autopar.program.program import Equation, Program
+from autopar.rules.factor_rule import FactorRule
 
 _Sides = tuple[tuple[Layout, ...], tuple[Layout, ...]]
 """The layouts of the operands and of the results."""
@@ -31,6 +37,22 @@ class NamedStrategies:
     layouts: tuple[NamedLayout, ...]
     strategies: tuple[NamedStrategy, ...]
     equations: tuple[str, ...]
+
+
+class Named(Protocol):
+    """The tables of a program's strategies; a plan has them."""
+
+    @property
+    def layouts(self) -> Sequence[NamedLayout]:
+        """The layouts, once each."""
+
+    @property
+    def strategies(self) -> Sequence[NamedStrategy]:
+        """The strategies, once each."""
+
+    @property
+    def equations(self) -> Sequence[str]:
+        """The name of each equation's strategy, in the order of `Program.walk`."""
 
 
 def name_strategies(assignment: Assignment) -> NamedStrategies:
@@ -98,23 +120,99 @@ def choose_by_name(graph: StrategyGraph, plan: Plan) -> list[int]:
     return numbers
 
 
+def assign_by_name(
+    program: Program,
+    named: Named,
+    catalogue: Catalogue,
+    *,
+    inputs: Sequence[Layout],
+    outputs: Sequence[Layout],
+    copy_span: int | None = None,
+) -> Assignment:
+    """The assignment whose tables `name_strategies` made, of this very program; without seconds, and without a graph.
+
+    Args:
+        program: the program that is assigned.
+        named: the tables.
+        catalogue: what its operations may choose on the mesh.
+        inputs: the layouts of the program's inputs.
+        outputs: those of its outputs.
+        copy_span: see `Assignment`.
+
+    Raises:
+        PlanError: the tables are those of another program. Layouts that an operation does not offer are found, moves between
+            layouts that are not allowed are not.
+    """
+    rows, equations = _rows(named, catalogue.mesh), list(program.walk())
+    rules: dict[Equation, FactorRule] = {}
+    strategies: dict[Equation, ShardingStrategy] = {}
+    joins: dict[Equation, tuple[Layout, ...]] = {}
+    known: dict[Hashable, ShardingStrategy] = {}
+    for eqn, name in _pair(equations, named, rows):
+        takes, gives = rows[name]
+        if isinstance(eqn, LoopEquation):
+            joins |= {} if eqn.branch_number is None else {eqn: gives}
+            continue
+        rules[eqn] = rule = catalogue.rule(eqn)
+        key = catalogue.rules.likeness(eqn, rule), takes, gives
+        if key not in known:
+            carried = frozenset(monoid for layout in (*takes, *gives) for _, monoid in layout.partial)
+            offered = catalogue.offered(eqn, rule, carried)
+            found = next((one for one in offered if (one.inputs, one.outputs) == (takes, gives)), None)
+            if found is None:
+                raise _not_offered(equations, eqn, (takes, gives), catalogue.mesh)
+            known[key] = found
+        strategies[eqn] = known[key]
+    return Assignment(
+        program=program,
+        mesh=catalogue.mesh,
+        spaces=catalogue.spaces,
+        rules=rules,
+        strategies=strategies,
+        joins=joins,
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+        copy_span=copy_span,
+    )
+
+
+def _rows(named: Named, mesh: LogicalMesh) -> dict[str, _Sides]:
+    """The layouts of each strategy, by its name."""
+    axis = {name: number for number, name in enumerate(mesh.axis_names)}
+    layouts = {one.name: _layout_of(one, axis) for one in named.layouts}
+    return {
+        one.name: (tuple([layouts[name] for name in one.takes]), tuple([layouts[name] for name in one.gives]))
+        for one in named.strategies
+    }
+
+
+def _pair(equations: Sequence[Equation], named: Named, rows: Mapping[str, _Sides]) -> Iterable[tuple[Equation, str]]:
+    """Each equation with the name of its strategy. Raises PlanError unless each has one."""
+    if len(named.equations) != len(equations) or not rows.keys() >= set(named.equations):
+        raise PlanError(
+            f"the plan names no strategy of its own for each of the {len(equations)} equations of the step: plan again"
+        )
+    return zip(equations, named.equations, strict=True)
+
+
+def _not_offered(equations: Sequence[Equation], eqn: Equation, sides: _Sides, mesh: LogicalMesh) -> PlanError:
+    """The error of an equation that cannot be done as the plan says."""
+    takes, gives = (", ".join(layout.show(mesh) for layout in side) for side in sides)
+    return PlanError(f"{_called(equations, eqn)} cannot be done as {takes} -> {gives}, as the plan says: plan again")
+
+
+def _called(equations: Sequence[Equation], eqn: Equation) -> str:
+    """An equation for an error."""
+    return f"equation {equations.index(eqn)}, `{eqn.primitive.name}` at {source_line(eqn)},"
+
+
 class _Asked:
     """What a plan asks of each equation of a program."""
 
     def __init__(self, graph: StrategyGraph, plan: Plan) -> None:
-        self.mesh = graph.mesh
-        axis = {name: number for number, name in enumerate(plan.axis_names)}
-        layouts = {one.name: _layout_of(one, axis) for one in plan.layouts}
-        rows = {
-            one.name: (tuple(layouts[name] for name in one.takes), tuple(layouts[name] for name in one.gives))
-            for one in plan.strategies
-        }
-        self.equations = list(graph.program.walk())
-        if len(plan.equations) != len(self.equations) or not rows.keys() >= set(plan.equations):
-            raise PlanError(
-                f"the plan names no strategy of its own for each of the {len(self.equations)} equations of the step: plan again"
-            )
-        self.asked = {eqn: rows[name] for eqn, name in zip(self.equations, plan.equations, strict=True)}
+        self.mesh, self.equations = graph.mesh, list(graph.program.walk())
+        rows = _rows(plan, graph.mesh)
+        self.asked = {eqn: rows[name] for eqn, name in _pair(self.equations, plan, rows)}
         self._offered: dict[int, Mapping[_Sides, int]] = {}
 
     def sides(self, eqn: Equation) -> _Sides:
@@ -133,12 +231,11 @@ class _Asked:
 
     def not_offered(self, eqn: Equation) -> PlanError:
         """The error of an equation that cannot be done as the plan says."""
-        takes, gives = (", ".join(layout.show(self.mesh) for layout in side) for side in self.asked[eqn])
-        return PlanError(f"{self.name(eqn)} cannot be done as {takes} -> {gives}, as the plan says: plan again")
+        return _not_offered(self.equations, eqn, self.asked[eqn], self.mesh)
 
     def name(self, eqn: Equation) -> str:
         """An equation for an error."""
-        return f"equation {self.equations.index(eqn)}, `{eqn.primitive.name}` at {source_line(eqn)},"
+        return _called(self.equations, eqn)
 
 
 def _layout_of(named: NamedLayout, axis: Mapping[str, int]) -> Layout:
