@@ -58,8 +58,10 @@ from autopar.stages.dependence import takes_gradients
 from autopar.stages.follow import Following
 from autopar.stages.recompute_layers import Repeated
 
-Made: TypeAlias = PlannedStep | PlannedPipeline | RestoredPipeline
-"""A step with its plan, as a search makes it or as it is restored."""
+Found: TypeAlias = PlannedStep | PlannedPipeline
+"""A step with its plan, as a search finds it."""
+Made: TypeAlias = Found | RestoredPipeline
+"""The same, or as it is restored."""
 Planned: TypeAlias = Made | Recalled[Made]
 """A step with its plan, ready to be compiled."""
 
@@ -113,7 +115,7 @@ def _check_size(settings: Settings) -> None:
         )
 
 
-def _search_timed(settings: Settings, traced: TracedStep) -> PlannedStep | PlannedPipeline:
+def _search_timed(settings: Settings, traced: TracedStep) -> Found:
     """The best plan, with the seconds that all of the search took."""
     started = perf_counter()
     with searching():
@@ -143,7 +145,7 @@ def _work_at_peak(settings: Settings, traced: TracedStep, plan: Plan | PipelineP
     return works[0][1], 1 / sum(count / alone_s for count, _, alone_s in works if alone_s) if works[0][2] else 0.0
 
 
-def _search(settings: Settings, traced: TracedStep) -> PlannedStep | PlannedPipeline:
+def _search(settings: Settings, traced: TracedStep) -> Found:
     """The best plan of what the settings leave open."""
     leader, meshes, devices = plan_to_follow(settings), count_meshes(settings), count_devices(settings)
     _require_a_batch(settings, traced, leader)
@@ -158,7 +160,7 @@ def _search(settings: Settings, traced: TracedStep) -> PlannedStep | PlannedPipe
     if _leaves_stages_open(settings) and devices > 1 and max(microbatch_counts(traced)) > 1:
         wish = _wish(settings, meshes)
 
-        def plan(own: PlanRequest, count: int) -> PlannedStep | PlannedPipeline:
+        def plan(own: PlanRequest, count: int) -> Found:
             return plan_one_or_stages(traced, wish, own, devices=count)
 
         return (
@@ -175,8 +177,8 @@ def _search(settings: Settings, traced: TracedStep) -> PlannedStep | PlannedPipe
     return planned
 
 
-def _plan_given_stages(traced: TracedStep, wish: PipelineWishes, request: PlanRequest, devices: int) -> Planned:
-    def plan(own: PlanRequest, count: int) -> Planned:
+def _plan_given_stages(traced: TracedStep, wish: PipelineWishes, request: PlanRequest, devices: int) -> Found:
+    def plan(own: PlanRequest, count: int) -> Found:
         return plan_given_stages(traced, wish, own, devices=count)
 
     if not has_kinds(request, wish, devices):
@@ -201,7 +203,8 @@ def decide_together(settings: Settings, traced: TracedStep, shared: SharedPlan |
     own: list[Planned] = []
 
     def plan() -> str:
-        own.append(decide(settings, traced))
+        found = decide(settings, traced)
+        own.append(found.whole if isinstance(found, Recalled) else found)  # what others take over is what runs here
         return own[0].plan.to_json()
 
     text = shared.make(plan, within_s=LIMIT_S + (settings.planning_seconds or 0))
@@ -283,14 +286,9 @@ def _restore_kept(settings: Settings, traced: TracedStep, plan: Plan | PipelineP
     named = None if phases is None else NamedPhases.from_json(phases)
     if isinstance(plan, PipelinePlan):
         return restore_pipeline(traced, plan, make_request(settings), phases=named)
-    step = _repeat_layers(traced, plan)
-    if plan.num_microbatches > 1:
-        step = (
-            cut_into_microbatches(step, plan.num_microbatches)
-            if named is None
-            else loop_over_microbatches(step, named.find(step))
-        )
-    return restore_known(step, plan, make_request(settings, choose_one_mesh(settings)))
+    step, count = _repeat_layers(traced, plan), plan.num_microbatches
+    cut = cut_into_microbatches(step, count) if named is None else loop_over_microbatches(step, named.find(step))
+    return restore_known(cut, plan, make_request(settings, choose_one_mesh(settings)))
 
 
 def _repeat_layers(traced: TracedStep, plan: Plan) -> TracedStep:
@@ -300,12 +298,8 @@ def _repeat_layers(traced: TracedStep, plan: Plan) -> TracedStep:
 
 def _name_phases(planned: Made) -> str | None:
     """The phases by which the microbatches of a planned step are cut, in words; None if it has none."""
-    match planned:
-        case PlannedPipeline():
-            return NamedPhases.of(planned.staged.cut.loop.plan).to_json()
-        case PlannedStep() if (cut := cut_by(planned.traced)) is not None:
-            return NamedPhases.of(cut).to_json()
-    return None
+    cut = planned.phases if isinstance(planned, PlannedPipeline) else cut_by(planned.traced)
+    return None if cut is None else NamedPhases.of(cut).to_json()
 
 
 def _refuse_wishes_beside_the_plan(settings: Settings) -> None:

@@ -44,7 +44,6 @@ from autopar.pipeline_plan import PipelinePlan
 from autopar.plan_cache.recall import Recalled
 from autopar.program.call import CallSignature, PyTree
 from autopar.program.crossing import deliver
-from autopar.program.step import TracedStep
 from autopar.program.task_name import TaskName
 from autopar.runtime.driver import Driver
 from autopar.runtime.meetings import group_of, refusing_together
@@ -64,7 +63,10 @@ from autopar.stages.tasks.refs import OutputRef
 
 def compile_planned(
     signature: CallSignature,
-    planned: PlannedStep | PlannedPipeline | RestoredPipeline | Recalled[PlannedStep | PlannedPipeline | RestoredPipeline],
+    planned: PlannedStep
+    | PlannedPipeline
+    | RestoredPipeline
+    | Recalled[PlannedStep | PlannedPipeline | RestoredPipeline],
     devices: Sequence[jax.Device],
 ) -> CompiledStep | CompiledPipeline:
     """Compile a step, on one mesh or in stages as its plan says. Raises ArgumentError if there are too few devices."""

@@ -23,6 +23,7 @@ from autopar.intra_op.describe import named_below_the_root
 from autopar.intra_op.lowering.assignment import Assignment
 from autopar.intra_op.request import PlanRequest
 from autopar.layouts.mesh import LogicalMesh
+from autopar.microbatches.time_plan import TimePlan
 from autopar.pipeline_plan import ONCE, PipelinePlan, StagePlan, TransferPlan
 from autopar.program.step import TracedStep
 from autopar.progress import Progress, report
@@ -34,6 +35,14 @@ from autopar.stages.tasks.stage_program import StageProgram
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class StageToRun:
+    """A stage as it runs: its program, and the strategies of its operations."""
+
+    program: StageProgram
+    assignment: Assignment
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class PlannedPipeline:
     """A step with its plan in pipeline stages, and the stages' programs and assignments that the runtime compiles."""
 
@@ -42,9 +51,14 @@ class PlannedPipeline:
     staged: Staged
 
     @property
-    def stages(self) -> Sequence[StagedStage]:
-        """The stages, in the order of the pipeline."""
-        return self.staged.stages
+    def stages(self) -> tuple[StageToRun, ...]:
+        """The stages as they run, in the order of the pipeline."""
+        return tuple(StageToRun(stage.program, stage.assignment) for stage in self.staged.stages)
+
+    @property
+    def phases(self) -> TimePlan:
+        """The phases by which its microbatches are cut."""
+        return self.staged.cut.loop.plan
 
     @property
     def split(self) -> SplitStep:
@@ -53,20 +67,12 @@ class PlannedPipeline:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class RestoredStage:
-    """A stage of a plan that was made before, as it runs; its plan says what it takes."""
-
-    program: StageProgram
-    assignment: Assignment
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
 class RestoredPipeline:
-    """A step with a plan in stages that was made before, and what the runtime compiles of it."""
+    """A step with a plan in stages that was made before, which says what they take, and what the runtime compiles of it."""
 
     traced: TracedStep
     plan: PipelinePlan
-    stages: tuple[RestoredStage, ...]
+    stages: tuple[StageToRun, ...]
     split: SplitStep
 
 

@@ -18,7 +18,7 @@ from typing import cast
 from autopar.errors import ArgumentError, OutOfMemoryError
 from autopar.forks.jobs import run_side_by_side
 from autopar.inter_op.candidates.tuning import TUNING, Tuning
-from autopar.inter_op.describe_pipeline import RestoredPipeline, RestoredStage
+from autopar.inter_op.describe_pipeline import RestoredPipeline, StageToRun
 from autopar.inter_op.dynamic_program.kinds import KindOfNodes
 from autopar.inter_op.plan_stage import (
     KnownStages,
@@ -232,7 +232,7 @@ def restore_stages(
     for number, stage in enumerate(plan.stages):
         program, kind = program_of_stage(cut, number), wanted.kind_of(number)
         own, make = request if kind is None else kind.request, restore if phases is None else restore_known
-        stages.append(RestoredStage(program, make(program.step, stage.plan, own).assignment))
+        stages.append(StageToRun(program, make(program.step, stage.plan, own).assignment))
     return RestoredPipeline(traced, plan, tuple(stages), split)
 
 

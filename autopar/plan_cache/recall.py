@@ -42,7 +42,7 @@ P = TypeVar("P", bound=_Planned)
 
 
 class Recalled(Generic[P_co]):
-    """A step with the plan of an earlier run. What runs is restored when it is first asked for, under the settings of JAX of now."""
+    """A step with the plan of an earlier run. What runs is restored when it is first asked for, under JAX's settings of now."""
 
     def __init__(self, plan: Plan | PipelinePlan, restore: Callable[[], P_co]) -> None:
         self._plan, self._restore, self._settings = plan, restore, program_settings_here()
@@ -100,10 +100,10 @@ def recall_or_search(settings: Settings, traced: TracedStep, ways: Ways[P]) -> P
     key = None if folder is None else key_of(settings, traced)
     if folder is None or key is None:
         return ways.search(settings)
-    return _Question(settings, traced, ways, folder, key).answer()
+    return _Question(settings=settings, traced=traced, ways=ways, folder=folder, key=key).answer()
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class _Question(Generic[P]):
     """A step whose plan may be in a folder under a key."""
 

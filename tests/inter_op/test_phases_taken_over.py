@@ -53,7 +53,7 @@ def test_what_is_restored_is_what_was_planned(model, usual, count):
     kept = autopar.plan_from_json(planned.plan.to_json())
     assert kept.phases_from == planned.plan.phases_from
     restored = restore_pipeline(traced, kept, request)
-    programs = [[stage.program.step.fingerprint.digest for stage in one.staged.stages] for one in (planned, restored)]
+    programs = [[stage.program.step.fingerprint.digest for stage in one.stages] for one in (planned, restored)]
     assert programs[0] == programs[1]
     if usual != count:
         with pytest.raises(PlanError, match="another step"):

@@ -15,7 +15,15 @@ from autopar.plan_cache import folder as folders
 from autopar.plan_cache.entry import Entry, pack, unpack
 from autopar.plan_cache.folder import CacheFolder, cache_folder
 
-ENTRY = Entry(key="a" * 64, subject="a step", plan="{}", sources=("m.py:1 (f)",), warnings=("slow",), searched_s=None)
+ENTRY = Entry(
+    key="a" * 64,
+    subject="a step",
+    plan="{}",
+    sources=("m.py:1 (f)",),
+    warnings=("slow",),
+    phases=None,
+    searched_s=None,
+)
 
 
 def entry(letter: str, **changes) -> Entry:
@@ -52,7 +60,7 @@ def test_no_change_of_a_byte_and_no_missing_end_is_taken_for_an_entry():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"version": 0}, "version is 0; 1 is expected"),
+        ({"version": 0}, "version is 0; 2 is expected"),
         ({"key": "b" * 64}, "the entry of another question, bbbbbbbbbbbb"),
         ({"searched_s": "long"}, 'searched_s is "long"; a number or null is expected'),
         ({"sources": None}, "sources is null; a list is expected"),

@@ -340,10 +340,14 @@ def test_an_entry_that_cannot_be_restored_is_a_line_in_the_log_and_a_search(dama
     first = parallel().plan(*arguments())
     (file,) = folder.files()
     folder.keep(damage(folder.find(file.key)))
+    step = parallel()
     with caplog.at_level("INFO", logger="autopar"):
-        again = parallel().plan(*arguments())
+        step.plan(*arguments())
+        step.compile(*arguments())  # some damage is only seen when the step is to run
+    again = step.last_plan()
     assert "cannot be restored" in caplog.text
     assert len(searches) == 2
     assert dataclasses.replace(again, planning_s=first.planning_s) == first
+    assert_same_as_jit(train_step, step, *arguments())
     assert parallel().plan(*arguments()) == again, "the search's plan has taken its place"
     assert len(searches) == 2

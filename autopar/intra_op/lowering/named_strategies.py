@@ -135,8 +135,7 @@ def assign_by_name(
         program: the program that is assigned.
         named: the tables.
         catalogue: what its operations may choose on the mesh.
-        inputs: the layouts of the program's inputs.
-        outputs: those of its outputs.
+        inputs, outputs: the layouts of the program's inputs, and of its outputs.
         copy_span: see `Assignment`.
 
     Raises:
@@ -147,22 +146,22 @@ def assign_by_name(
     rules: dict[Equation, FactorRule] = {}
     strategies: dict[Equation, ShardingStrategy] = {}
     joins: dict[Equation, tuple[Layout, ...]] = {}
-    known: dict[Hashable, ShardingStrategy] = {}
+    known: dict[Hashable, ShardingStrategy | None] = {}
     for eqn, name in _pair(equations, named, rows):
         takes, gives = rows[name]
         if isinstance(eqn, LoopEquation):
-            joins |= {} if eqn.branch_number is None else {eqn: gives}
+            if eqn.branch_number is not None:
+                joins[eqn] = gives
             continue
         rules[eqn] = rule = catalogue.rule(eqn)
-        key = catalogue.rules.likeness(eqn, rule), takes, gives
+        key = catalogue.rules.likeness(eqn, rule), name
         if key not in known:
             carried = frozenset(monoid for layout in (*takes, *gives) for _, monoid in layout.partial)
             offered = catalogue.offered(eqn, rule, carried)
-            found = next((one for one in offered if (one.inputs, one.outputs) == (takes, gives)), None)
-            if found is None:
-                raise _not_offered(equations, eqn, (takes, gives), catalogue.mesh)
-            known[key] = found
-        strategies[eqn] = known[key]
+            known[key] = next((one for one in offered if (one.inputs, one.outputs) == (takes, gives)), None)
+        if (found := known[key]) is None:
+            raise _not_offered(equations, eqn, (takes, gives), catalogue.mesh)
+        strategies[eqn] = found
     return Assignment(
         program=program,
         mesh=catalogue.mesh,
