@@ -17,7 +17,7 @@ import numpy as np
 
 from autopar.inter_op.dynamic_program.kinds import KindOfNodes
 from autopar.inter_op.dynamic_program.problem import ChosenStage, CostTable
-from autopar.inter_op.dynamic_program.submeshes import Submesh, kind_of, submeshes
+from autopar.inter_op.dynamic_program.submeshes import Submesh, kind_of, size_of, submeshes
 from autopar.inter_op.layer_costs import LayerCosts
 from autopar.inter_op.layer_sums import repetitions
 from autopar.inter_op.planned_layers import PlannedLayers
@@ -169,10 +169,13 @@ def costs_on(
 ) -> tuple[LayerCosts | CostsByKind, tuple[Submesh, ...], float]:
     """(What layers cost, the submeshes that stages may have, the memory limit).
 
-    There are at least as many layers as stages where the model has them; or as nodes, as a stage on each is often best.
+    There are at least as many layers as stages where the model has them; or as nodes, as a stage on each is often best. A stage
+    leaves the others a device each.
     """
     make = functools.partial(make, fewest_layers=num_stages or shape[0])
     if kinds.order:
         return costs_on_kinds(kinds, make)
-    options = submeshes(*shape)[:-1] if make.keywords["smallest_first"] else submeshes(*shape)
-    return make(request, options), options, request.memory_limit_bytes or math.inf
+    others = max(num_stages - 1 if num_stages else 0, int(make.keywords["smallest_first"]))
+    options = submeshes(*shape)
+    options = tuple(one for one in options if size_of(one) <= size_of(shape) - others) or options
+    return make(request, options, devices=size_of(shape)), options, request.memory_limit_bytes or math.inf

@@ -62,6 +62,7 @@ class LayerCosts:
         request: PlanRequest,
         options: Sequence[Submesh],
         *,
+        devices: int | None = None,
         smallest_first: bool = False,
         of_a_kind: bool = False,
         fewest_layers: int = 1,
@@ -77,12 +78,16 @@ class LayerCosts:
         )
         self._cluster, self._tuning = request.cluster, tuning
         self._options = frozenset(map(math.prod, options))
-        self._devices = max(self._options)
+        self._devices = devices or max(self._options)
         crossing = [self._chain[place].cut_bytes for place in self._places]
         self._sends = Sends(request.cluster, self._devices, crossing)
         self._known = KnownLayers(examples=max(microbatch_counts(loop.traced)))
         at_first = first_sizes(
-            {*map(math.prod, options)}, len(self._places) + 1, request.cluster, smallest_first=smallest_first
+            self._options,
+            len(self._places) + 1,
+            request.cluster,
+            devices=self._devices,
+            smallest_first=smallest_first,
         )
         self._are_all = not (smallest_first or of_a_kind)
         sizes = at_first | ({self._devices} if of_a_kind else set())

@@ -185,7 +185,8 @@ class _StageSearch:
 
     def _choose_several(self, beat_s: float) -> Found | NotFaster:
         """The choice made again without one stage on all devices."""
-        return self._choose_by(dataclasses.replace(self.rules, options=self.rules.options[:-1]), beat_s)
+        several = tuple(one for one in self.rules.options if one != self.rules.shape)
+        return self._choose_by(dataclasses.replace(self.rules, options=several), beat_s)
 
     def _choose_by(self, rules: StageRules, beat_s: float) -> Found | NotFaster:
         own = Budget(seconds=self.tuning.last_look_s) if self.budget.is_over else self.budget

@@ -21,9 +21,11 @@ def test_layers_are_planned_at_first_on_submeshes_that_stages_can_have():
     """48 stages on 1,024 devices have 21 each or more, which no node has."""
     sizes = {1, 2, 4, 8, *(8 * nodes for nodes in range(1, 129))}
     first = functools.partial(first_sizes, layers=48, cluster=preset("dgx-a100-80gb"))
-    assert first(sizes, smallest_first=False) == {32}
-    assert first(sizes, smallest_first=True) == {1}
-    assert first({size for size in sizes if size <= 64}, smallest_first=False) == {1, 2, 4, 8}
+    assert first(sizes, devices=1024, smallest_first=False) == {32}
+    assert first(sizes, devices=1024, smallest_first=True) == {1}
+    assert first({size for size in sizes if size <= 64}, devices=64, smallest_first=False) == {1, 2, 4, 8}
+    of_many = {size for size in sizes if size <= 24}  # 1,001 stages or more leave each of them so many at most
+    assert first(of_many, devices=1024, smallest_first=False) == {1, 2, 4, 8}
 
 
 def test_links_between_nodes_are_met_on_the_fewest_of_them_before_more_are_planned():

@@ -1,6 +1,7 @@
 """In which number of microbatches the search over layers begins, and what it does when it is asked again."""
 
 import dataclasses
+import functools
 import itertools
 import math
 
@@ -9,6 +10,7 @@ import pytest
 
 from autopar.cost_model.hardware import preset
 from autopar.inter_op.candidates.timetables import Timetable
+from autopar.inter_op.costs_by_kind import ALIKE, costs_on
 from autopar.inter_op.dynamic_program.found import NotFaster
 from autopar.inter_op.layer_costs import LayerCosts
 from autopar.inter_op.plan_stage import plan_program
@@ -148,3 +150,27 @@ def test_several_stages_are_chosen_from_the_layers_that_were_planned_for_one():
     assert several.choice.step_s == pytest.approx(apart.choice.step_s, rel=1e-9)
     assert several.choice.step_s > found.choice.step_s
     assert isinstance(found.choose_several(found.choice.step_s / 2), NotFaster)
+
+
+@pytest.mark.parametrize(("number", "sizes"), [(2, {1, 2}), (3, {1, 2}), (4, {1}), (None, {1, 2, 4})])
+def test_no_layer_is_planned_on_more_devices_than_a_given_number_of_stages_leaves_for_one(number, sizes):
+    """Layers on all eight devices took a third of the time in which a GPT of 12 layers is planned in four stages."""
+    planner = CountingPlanner()
+    found = searched(64, 4, fast_node(), planner=planner, num_stages=number)
+    assert planner.sizes == sizes
+    assert number in (None, len(found.sizes))
+    assert sum(found.sizes) == 4
+
+
+def test_links_are_those_of_all_devices_whatever_stages_may_have():
+    """Where one stage is no candidate, or leaves others a device, the largest submesh is not the machine."""
+    costs, *_ = costs_on(
+        (1, 4),
+        request_on(fast_node()),
+        ALIKE,
+        functools.partial(
+            LayerCosts, make_loops(split_scans(traced_step(*arguments(64)), ()), 4), 4, smallest_first=True
+        ),
+        None,
+    )
+    assert costs._devices == 4

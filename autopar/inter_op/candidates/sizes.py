@@ -12,17 +12,20 @@ from collections.abc import Collection
 from autopar.cost_model.machine import Cluster
 
 
-def first_sizes(sizes: set[int], layers: int, cluster: Cluster, *, smallest_first: bool) -> set[int]:
+def first_sizes(
+    sizes: Collection[int], layers: int, cluster: Cluster, *, devices: int, smallest_first: bool
+) -> set[int]:
     """The numbers of devices on which layers are planned at first: those within a node.
 
-    Where so many devices are more than layers on a node each can use, the least number that divides them evenly.
+    Where all `devices` are more than layers on a node each can use, the least number that divides them evenly.
     """
     if smallest_first:
         return {min(sizes)}
-    per_node, devices = cluster.devices_per_node or math.inf, max(sizes)
-    if per_node * layers >= devices:
+    per_node = cluster.devices_per_node or math.inf
+    even = [size for size in sizes if size * layers >= devices and devices % size == 0]
+    if per_node * layers >= devices or not even:
         return {size for size in sizes if size <= per_node}
-    return {min(size for size in sizes if size * layers >= devices and devices % size == 0)}
+    return {min(even)}
 
 
 def first_across_nodes(devices: int, planned: Collection[int], sizes: Collection[int], cluster: Cluster) -> int:
