@@ -148,19 +148,15 @@ def assign_by_name(
     joins: dict[Equation, tuple[Layout, ...]] = {}
     known: dict[Hashable, ShardingStrategy | None] = {}
     for eqn, name in _pair(equations, named, rows):
-        takes, gives = rows[name]
         if isinstance(eqn, LoopEquation):
-            if eqn.branch_number is not None:
-                joins[eqn] = gives
+            joins |= {eqn: rows[name][1]} if eqn.branch_number is not None else {}
             continue
         rules[eqn] = rule = catalogue.rule(eqn)
         key = catalogue.rules.likeness(eqn, rule), name
         if key not in known:
-            carried = frozenset(monoid for layout in (*takes, *gives) for _, monoid in layout.partial)
-            offered = catalogue.offered(eqn, rule, carried)
-            known[key] = next((one for one in offered if (one.inputs, one.outputs) == (takes, gives)), None)
+            known[key] = _find(catalogue, eqn, rule, rows[name])
         if (found := known[key]) is None:
-            raise _not_offered(equations, eqn, (takes, gives), catalogue.mesh)
+            raise _not_offered(equations, eqn, rows[name], catalogue.mesh)
         strategies[eqn] = found
     return Assignment(
         program=program,
@@ -173,6 +169,13 @@ def assign_by_name(
         outputs=tuple(outputs),
         copy_span=copy_span,
     )
+
+
+def _find(catalogue: Catalogue, eqn: Equation, rule: FactorRule, sides: _Sides) -> ShardingStrategy | None:
+    """The first strategy of an equation with these layouts; None if it offers none."""
+    carried = frozenset(monoid for side in sides for layout in side for _, monoid in layout.partial)
+    offered = catalogue.offered(eqn, rule, carried)
+    return next((one for one in offered if (one.inputs, one.outputs) == sides), None)
 
 
 def _rows(named: Named, mesh: LogicalMesh) -> dict[str, _Sides]:
