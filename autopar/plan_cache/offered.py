@@ -44,11 +44,14 @@ def offering(offer: Offer | None) -> Iterator[None]:
         _OFFER.reset(before)
 
 
-def take_offer(settings: Settings, restore: Callable[[Plan | PipelinePlan], P]) -> P | None:
-    """The step with the plan that is offered; None if there is none for these wishes and this step."""
+def find_offer(settings: Settings) -> Offer | None:
+    """The offer for these wishes; None if there is none."""
     offer = _OFFER.get()
-    if offer is None or offer.wishes != digest_of_wishes(settings):
-        return None
+    return None if offer is None or offer.wishes != digest_of_wishes(settings) else offer
+
+
+def take_offer(offer: Offer, restore: Callable[[Plan | PipelinePlan], P]) -> P | None:
+    """The step with the plan that is offered; None if it is for another step."""
     try:
         enter("restoring the plan of an earlier run")
         planned = restore(plan_from_json(offer.plan))

@@ -22,7 +22,7 @@ from autopar.plan import Plan
 from autopar.plan_cache.entry import Entry
 from autopar.plan_cache.folder import CacheFolder, cache_folder
 from autopar.plan_cache.key import key_of, list_sources
-from autopar.plan_cache.offered import take_offer
+from autopar.plan_cache.offered import find_offer, take_offer
 from autopar.program.step import TracedStep
 from autopar.progress import LOGGER, enter
 from autopar.runtime.thread_settings import program_settings_here, under
@@ -93,14 +93,18 @@ def recall_or_search(settings: Settings, traced: TracedStep, ways: Ways[P]) -> P
     Raises:
         AutoparError: what the search raises.
     """
-    offered = take_offer(settings, ways.restore)
-    if offered is not None:
-        return offered
     folder = cache_folder() if settings.uses_cache else None
     key = None if folder is None else key_of(settings, traced)
-    if folder is None or key is None:
-        return ways.search(settings)
-    return _Question(settings=settings, traced=traced, ways=ways, folder=folder, key=key).answer()
+    question = None
+    if folder is not None and key is not None:
+        question = _Question(settings=settings, traced=traced, ways=ways, folder=folder, key=key)
+    offer = find_offer(settings)
+    if offer is not None:
+        recalled = None if question is None else question.recall(offer.plan)
+        offered = recalled or take_offer(offer, ways.restore)
+        if offered is not None:
+            return offered
+    return ways.search(settings) if question is None else question.answer()
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -113,15 +117,30 @@ class _Question(Generic[P]):
     folder: CacheFolder
     key: str
 
+    @functools.cached_property
+    def _entry(self) -> Entry | None:
+        return self.folder.find(self.key)
+
+    def recall(self, offered: str) -> Recalled[P] | None:
+        """The plan of the folder, if it is the same as one that is offered: that of the folder need not be checked."""
+        return self._recall(self._entry) if self._entry is not None and self._entry.plan == offered else None
+
+    def _recall(self, entry: Entry) -> Recalled[P] | None:
+        """The plan of an entry, None if it cannot be read."""
+        plan = self._plan_of(entry)
+        if plan is None:
+            return None
+        self._repeat_warnings(entry)
+        LOGGER.info("the plan is that of an earlier run, from the cache: %s", self.key[:12])
+        return Recalled(plan, functools.partial(self._restore, entry, plan))
+
     def answer(self) -> P | Recalled[P]:
         """The plan of the folder, or that of a search, which is then kept there."""
-        entry = self.folder.find(self.key)
+        entry = self._entry
         if entry is not None and entry.serves(self.settings.planning_seconds):
-            plan = self._plan_of(entry)
-            if plan is not None:
-                self._repeat_warnings(entry)
-                LOGGER.info("the plan is that of an earlier run, from the cache: %s", self.key[:12])
-                return Recalled(plan, functools.partial(self._restore, entry, plan))
+            recalled = self._recall(entry)
+            if recalled is not None:
+                return recalled
         planned, found = self._search(self.settings)
         if entry is None:
             self.folder.keep(found)

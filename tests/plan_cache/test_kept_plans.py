@@ -13,6 +13,8 @@ from autopar.commands.arguments.subject import find_subject
 from autopar.errors import PlanError
 from autopar.microbatches.named_phases import NamedPhases
 from autopar.plan_cache.folder import CacheFolder
+from autopar.plan_cache.key import digest_of_wishes
+from autopar.plan_cache.offered import Offer, offering
 from autopar.plan_cache.recall import Recalled
 from autopar.program.call import CallSignature, bind_arguments
 from autopar.program.trace import trace
@@ -164,6 +166,36 @@ def test_the_clock_of_a_search_after_damage_begins_then(folder, restored, monkey
     assert_same_as_jit(train_step, again, *arguments())
     assert over == [False]
     assert again.last_plan()._asked[1] is again._memory.last.planned.traced, "`why` knows what was asked"
+
+
+def test_a_plan_that_a_checkpoint_offers_is_recalled_if_the_cache_has_kept_it(folder, restored):
+    """A restart from a checkpoint asks for the plan of the checkpoint, which the same machine has kept."""
+    first = parallel(mesh_shape=(2, 2))
+    plan = first.plan(*arguments())
+    offer = Offer(plan.to_json(), digest_of_wishes(first._settings), "a checkpoint")
+    again, elsewhere = parallel(mesh_shape=(2, 2)), parallel(mesh_shape=(2, 2))
+    with offering(offer):
+        assert again.plan(*arguments()) == plan
+    assert isinstance(again._memory.last.planned, Recalled)
+    assert_same_as_jit(train_step, again, *arguments())
+    assert restored == [plan]
+    folder.clear()
+    with offering(offer):
+        assert elsewhere.plan(*arguments()) == plan
+    assert not isinstance(elsewhere._memory.last.planned, Recalled)
+    assert folder.files() == []
+
+
+def test_the_plan_of_a_checkpoint_comes_before_another_one_that_the_cache_has_kept(folder, restored):
+    """Its arrays lie as that plan says."""
+    first = parallel(mesh_shape=(2, 2))
+    plan = first.plan(*arguments())
+    other = dataclasses.replace(plan, planning_s=plan.planning_s + 1)
+    offer = Offer(other.to_json(), digest_of_wishes(first._settings), "a checkpoint")
+    again = parallel(mesh_shape=(2, 2))
+    with offering(offer):
+        assert again.plan(*arguments()) == other
+    assert restored == []
 
 
 # --- what was kept of another step ------------------------------------------------------------------------------------
