@@ -23,6 +23,7 @@ from autopar.intra_op.choices.overlap import Exposure, least_exposure
 from autopar.intra_op.describe import describe_plan
 from autopar.intra_op.lowering.assignment import assign
 from autopar.intra_op.lowering.late_gathers import gather_late
+from autopar.intra_op.lowering.settled_leaves import settle_leaves
 from autopar.intra_op.memory.compilers import compiler_of
 from autopar.intra_op.memory.model import MemoryModel, Streams
 from autopar.intra_op.memory_limit import Fits, TooLarge, choose_within_limit, nobody_s
@@ -223,8 +224,9 @@ class MeshSearch:
         return request.budget.limit(seconds=max(request.budget.clock_left_s, request.tuning.first_limited_s))
 
     def _gather_late(self, choice: Chosen) -> Chosen:
-        """The choice with inputs gathered where they are read."""
-        return dataclasses.replace(choice, numbers=gather_late(self.graph, choice.numbers))
+        """The choice with inputs gathered where they are read, and state that lies where its moves cost a whole step least."""
+        numbers = settle_leaves(self.graph, choice.numbers) if self.is_whole else choice.numbers
+        return dataclasses.replace(choice, numbers=gather_late(self.graph, numbers))
 
     def _nothing_fits(self) -> NothingFits:
         """What is known before anything was tried."""
