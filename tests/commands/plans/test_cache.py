@@ -18,7 +18,7 @@ def test_a_second_process_prints_the_same_plan_without_a_search(tmp_path):
     for _ in range(2):
         command = ("plan", "mlp", *SMALL, "--devices", "4", "-v")
         output, log = start(*command, AUTOPAR_CACHE=str(tmp_path)).communicate(timeout=120)
-        reports.append((output, "INFO planning on one mesh" in log, "INFO restoring" in log))
+        reports.append((output, "INFO planning on one mesh" in log, "INFO the plan is that of an earlier run" in log))
     (first, *searched), (second, *recalled) = reports
     assert first == second
     assert (searched, recalled) == ([True, False], [False, True])
