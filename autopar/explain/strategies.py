@@ -5,8 +5,8 @@ In: a `Plan`. Out: sentences, each true of its layouts and collectives alone. Fo
 
     batch split by example                   and parameters whole: data parallel
       optimizer leaves split alone           ZeRO-1/2
-      parameters split and gathered          fully sharded (FSDP, ZeRO-3), if half of the parameters' bytes are
       experts split, all-to-all              expert parallel
+      parameters split and gathered          fully sharded (FSDP, ZeRO-3), if half of the bytes of those that are no experts are
     parameters split and not gathered        tensor parallel, if they hold 5 % of the parameters' bytes or more
     nothing split, no collective             the devices along the axis repeat each other's work
 
@@ -176,7 +176,8 @@ class _AxisUse:
     def _is_fully_sharded(self) -> bool:
         if not self._by_example or not self._gathered:
             return False
-        return self._bytes(self._gathered) >= _HALF * self._bytes(self._parameters)
+        others = [value for value in self._parameters if value not in self._experts]
+        return self._bytes(self._gathered) >= _HALF * self._bytes(others)
 
     def _share(self, some: Sequence[ValuePlan], values: Sequence[ValuePlan], noun: str) -> str:
         share = percent_text(self._bytes(some), self._bytes(values))

@@ -228,6 +228,7 @@ def test_plans_of_models_are_called_what_they_are(name):
     assert expected <= called
     assert ("expert" in called) == (name == "moe")
     assert ("tensor" in called) == (name == "gpt")
+    assert any(sentence.startswith("fully sharded (FSDP, ZeRO-3)") for sentence in found) == (name == "moe")
     for sentence in found:
         if sentence.startswith("tensor parallel"):
             assert int(sentence.partition("(")[2].partition("%")[0]) >= 5
