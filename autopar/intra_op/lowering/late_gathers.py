@@ -14,7 +14,7 @@ import collections
 from collections.abc import Mapping, Sequence
 
 from autopar.avals import Aval
-from autopar.intra_op.choices.graph import StrategyGraph
+from autopar.intra_op.choices.graph import Node, StrategyGraph
 from autopar.intra_op.choices.uses import Use
 from autopar.intra_op.lowering.assignment import is_gathered
 from autopar.layouts.mesh import Layout
@@ -36,8 +36,7 @@ def gather_late(graph: StrategyGraph, numbers: Numbers) -> Numbers:
     found = list(numbers)
     for use in graph.uses:
         giver, spread = graph.nodes[use.source.node], graph.nodes[use.target]
-        is_spread = spread.equation is not None and spread.equation.primitive is fan_out_p
-        if giver.input_number is None or not is_spread or use.held:
+        if giver.input_number is None or not is_fan_out(spread) or use.held:
             continue
         strategies = spread.choices.strategies
         given = giver.choices.strategies[numbers[use.source.node]].outputs[0]
@@ -45,13 +44,18 @@ def gather_late(graph: StrategyGraph, numbers: Numbers) -> Numbers:
         as_given = next((i for i, s in enumerate(strategies) if s.inputs[0] == s.outputs[0] == given), None)
         if as_given is None or not is_gathered(_path(graph, use.aval, given, taken)):
             continue
-        needed = {_wanted(graph, numbers, reader) for reader in readers[use.target]}
+        needed = {wanted_layout(graph, numbers, reader) for reader in readers[use.target]}
         if all(_is_local(_path(graph, use.aval, given, layout)) for layout in needed - {taken}):
             found[use.target] = as_given
     return tuple(found)
 
 
-def _wanted(graph: StrategyGraph, numbers: Numbers, use: Use) -> Layout:
+def is_fan_out(node: Node) -> bool:
+    """Whether a node hands a value on to several readers."""
+    return node.equation is not None and node.equation.primitive is fan_out_p
+
+
+def wanted_layout(graph: StrategyGraph, numbers: Numbers, use: Use) -> Layout:
     """The layout in which a value is read; of a stack of rows, that of the stack."""
     layout = graph.nodes[use.target].choices.strategies[numbers[use.target]].inputs[use.operand]
     return layout.prepend() if use.stacked else layout

@@ -22,11 +22,11 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 import numpy as np
 
 from autopar.avals import Aval, is_opaque
-from autopar.intra_op.choices.graph import Node, StrategyGraph
+from autopar.intra_op.choices.graph import StrategyGraph
 from autopar.intra_op.choices.uses import Use
+from autopar.intra_op.lowering.late_gathers import is_fan_out, wanted_layout
 from autopar.layouts.mesh import Layout
 from autopar.layouts.moves import LayoutSpace
-from autopar.program.program import fan_out_p
 from autopar.solver.outcomes import Numbers
 
 _LEAST_GAIN = 1e-9
@@ -53,7 +53,7 @@ def settle_leaves(graph: StrategyGraph, numbers: Numbers) -> Numbers:
         uses = readers[leaf]
         if not uses or any(use.held or use.source.stacked for use in (*uses, *given)) or is_opaque(uses[0].aval):
             continue
-        names = {leaf, *(use.target for use in uses if _is_fan_out(graph.nodes[use.target]))}
+        names = {leaf, *(use.target for use in uses if is_fan_out(graph.nodes[use.target]))}
         if any(use.source.node in names for use in given):
             continue  # the step gives it back as it is
         surroundings = _Surroundings.of(graph, numbers, leaf, given, uses, readers)
@@ -103,16 +103,12 @@ class _Surroundings:
         """Those of an input, which gets its new value by `given` and is read by `uses`."""
         choices = graph.nodes[leaf].choices.strategies
         target = graph.nodes[uses[0].target]
-        is_spread = len(uses) == 1 and _is_fan_out(target)
+        is_spread = len(uses) == 1 and is_fan_out(target)
         last = readers[uses[0].target] if is_spread else uses
 
         def made(use: Use) -> Layout:
             node = graph.nodes[use.source.node]
             return node.choices.strategies[numbers[use.source.node]].outputs[use.source.output]
-
-        def read(use: Use) -> Layout:
-            layout = graph.nodes[use.target].choices.strategies[numbers[use.target]].inputs[use.operand]
-            return layout.prepend() if use.stacked else layout
 
         spreads = [s.outputs[0] if s.inputs[0] == s.outputs[0] else None for s in target.choices.strategies]
         return cls(
@@ -124,7 +120,7 @@ class _Surroundings:
             to_spread=uses[0].trips * uses[0].exposed if is_spread else None,
             spreads=tuple(spreads) if is_spread else (),
             spread=numbers[uses[0].target] if is_spread else 0,
-            wanted=_most((read(use), use) for use in last),
+            wanted=_most((wanted_layout(graph, numbers, use), use) for use in last),
         )
 
     @property
@@ -164,10 +160,6 @@ class _Surroundings:
         layouts = (*self.choices, *made, *self.wanted, *(one for one in self.spreads if one is not None))
         monoids = {monoid for layout in layouts for _, monoid in layout.partial}
         return self.graph.spaces.of(self.aval, tuple(sorted(monoids)))
-
-
-def _is_fan_out(node: Node) -> bool:
-    return node.equation is not None and node.equation.primitive is fan_out_p
 
 
 def _most(pairs: Iterable[tuple[Layout, Use]]) -> dict[Layout, float]:
