@@ -20,6 +20,7 @@ from autopar.intra_op.choices.equal_axes import ClassNumbers, find_equal_axes
 from autopar.intra_op.choices.graph import BatchSplit, StrategyGraph, build_graph
 from autopar.intra_op.choices.least_costs import least_costs
 from autopar.intra_op.choices.overlap import Exposure, least_exposure
+from autopar.intra_op.choices.shared_copies import SharedCopies, share_copies
 from autopar.intra_op.describe import describe_plan
 from autopar.intra_op.lowering.assignment import assign
 from autopar.intra_op.lowering.late_gathers import gather_late
@@ -47,7 +48,8 @@ class MeshSearch:
 
     Attributes:
         graph: what can be chosen.
-        problem: the choice problem of it, without memory rows.
+        problem: the choice problem of it, without memory rows, which pays for a change of layout once for each reader.
+        shared: the same where fan_outs may hand on two layouts; None if nothing is shared, or the problem is large.
         bound_s: seconds that no choice without a limit goes below, as far as planning has found out.
         choice_s: the same of choices in which alike layers choose alike, where only these are looked at.
         excess: how many times the memory that the least state leaves for temporaries these take without a limit; 0 if a plan
@@ -79,6 +81,22 @@ class MeshSearch:
         tuning = dataclasses.replace(TUNING, large_pairs=request.tuning.large_pairs, gap_work=gap_work)
         problem = ChoiceProblem(costs=costs, classes=classes, is_proven=False, budget=request.budget, tuning=tuning)
         self.problem = tie_layers(problem)
+        self.shared = self._share_copies() if is_whole else None
+
+    def _share_copies(self) -> SharedCopies | None:
+        tuning, ties = self.request.tuning, self.problem.ties
+        pairs = (self.problem if ties is None else ties).costs.pairs
+        if self.problem.classes is not None or pairs > tuning.shared_pairs:
+            return None
+        shared = share_copies(self.graph, least_s=tuning.shared_part * self.evenly_divided_s())
+        return shared if shared.more else None
+
+    @functools.cached_property
+    def _wider(self) -> ChoiceProblem:
+        """What is searched without a limit."""
+        if self.shared is None:
+            return self.problem
+        return tie_layers(dataclasses.replace(self.problem, costs=self.shared.costs, ties=None))
 
     @functools.cached_property
     def memory(self) -> MemoryModel:
@@ -98,7 +116,7 @@ class MeshSearch:
     @functools.cached_property
     def at_least_s(self) -> float:
         """Seconds that no choice on this mesh goes below, at little cost."""
-        return lift_bound(self.problem)
+        return lift_bound(self._wider)
 
     def least_s(self) -> float:
         """Seconds that no step on this mesh takes less than, whatever the memory; takes a second or more. Raises LateError.
@@ -180,27 +198,25 @@ class MeshSearch:
             return self._nothing_fits()
         if limit is not None and is_tight and self.memory.bound() > limit:
             return self._nothing_fits()
-        problem = dataclasses.replace(self.problem, cutoff_s=cutoff_s)
         spent = request.budget.spent
-        hurried = request.budget.hurried(work=free_work)
-        free = choose(dataclasses.replace(problem, budget=hurried))
-        if (hurried.is_late or isinstance(free, Unfinished)) and not request.budget.is_over:
-            # There is no plan at all. What the clock left of this search is far from the best, and a search within the memory
-            # that begins there takes ten times as long as one that ends here.
-            free = choose(dataclasses.replace(problem, budget=request.budget.limit(work=free_work)))
-        if isinstance(free, DoesNotFit):
-            raise AssertionError("a problem without memory rows fits")
-        if problem.ties is None and isinstance(free, Chosen | CutOff | NotSearched):
-            self.bound_s = free.lower_bound_s
+        free = self._choose_free(self.problem if is_tight else self._wider, cutoff_s, free_work)
         if not isinstance(free, Chosen):
             return free
-        self.choice_s = free.lower_bound_s
-        late = self._gather_late(free)
+        chosen = self._strategies_of(free)
+        late = self._gather_late(chosen)
         if limit is None or self.memory.required(late.numbers) <= limit:
             return self._describe(late, None, free.seconds)
-        self._note_excess(self.memory.parts(free.numbers)[1], limit)
-        if self.memory.bound() > limit:
+        has_room = self.memory.bound() <= limit
+        if (
+            has_room and self.shared is not None and not is_tight
+        ):  # what others take is known of the graph's own choices alone
+            free = chosen = self._choose_free(self.problem, cutoff_s, free_work)
+            if not isinstance(free, Chosen):
+                return free
+        self._note_excess(self.memory.parts(chosen.numbers)[1], limit)
+        if not has_room:
             return self._nothing_fits()
+        problem = dataclasses.replace(self.problem, cutoff_s=cutoff_s)
         budget = self._budget_within_memory(cutoff_s, most_work - (request.budget.spent - spent))
         problem = dataclasses.replace(problem, budget=budget, proof=request.tuning.limited_gap)
         tuning = request.tuning
@@ -216,12 +232,35 @@ class MeshSearch:
             case ended:
                 return ended
 
+    def _choose_free(
+        self, problem: ChoiceProblem, cutoff_s: float, work: float
+    ) -> Chosen | CutOff | NotSearched | Unreachable | Unfinished:
+        """The best choice without a limit, for so much work."""
+        request, problem = self.request, dataclasses.replace(problem, cutoff_s=cutoff_s)
+        hurried = request.budget.hurried(work=work)
+        free = choose(dataclasses.replace(problem, budget=hurried))
+        if (hurried.is_late or isinstance(free, Unfinished)) and not request.budget.is_over:
+            # There is no plan at all. What the clock left of this search is far from the best, and a search within the memory
+            # that begins there takes ten times as long as one that ends here.
+            free = choose(dataclasses.replace(problem, budget=request.budget.limit(work=work)))
+        if isinstance(free, DoesNotFit):
+            raise AssertionError("a problem without memory rows fits")
+        if problem.ties is None and isinstance(free, Chosen | CutOff | NotSearched):
+            self.bound_s = self.bound_s or free.lower_bound_s
+        if isinstance(free, Chosen):
+            self.choice_s = self.choice_s or free.lower_bound_s
+        return free
+
     def _budget_within_memory(self, cutoff_s: float, most_work: float) -> Budget:
         """What a search within the memory may take; where there is no plan to fall back on, also where the clock has ended."""
         request = self.request
         if math.isfinite(cutoff_s):
             return request.budget.limit(work=min(most_work, request.tuning.mesh_work))
         return request.budget.limit(seconds=max(request.budget.clock_left_s, request.tuning.first_limited_s))
+
+    def _strategies_of(self, choice: Chosen) -> Chosen:
+        """The strategies that a choice of the wider objective stands for."""
+        return choice if self.shared is None else self.shared.choose_strategies(choice)
 
     def _gather_late(self, choice: Chosen) -> Chosen:
         """The choice with inputs gathered where they are read, and state that lies where its moves cost a whole step least."""

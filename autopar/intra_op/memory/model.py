@@ -42,6 +42,8 @@ from autopar.solver.problem import MemoryRow
 
 _NAMED = 128
 """So many of the largest tensors at the peak are told by a module, their own or the nearest."""
+_LATEST = 4
+"""Choices whose peaks are kept: each takes a second to compute for a deep step, and some hundred KB."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,12 +93,12 @@ class MemoryModel:
         self.tuning, self.compiler = tuning, compiler
         self.streams = streams or Streams()
         self._bytes: dict[tuple[int, int, bool, tuple[int, ...]], np.ndarray] = {}
-        self._latest: tuple[Hashable, _Peak] | None = None
+        self._latest: dict[Hashable, _Peak] = {}
 
     def peak(self, choice: Sequence[int], *, copy_span: int | None = None) -> tuple[int, tuple[Resident, ...]]:
         """(bytes per device, the tensors alive then, largest first) of a finished choice; `copy_span` as in `spmd.assign`.
 
-        The latest is kept, because the choice that a search accepts is the one that is described next.
+        The latest few are kept: a search looks at a choice, at its likes, and at those that it accepts again.
         """
         found = self._latest_peak(choice, copy_span)
         return found.bytes, found.tensors
@@ -110,11 +112,13 @@ class MemoryModel:
 
     def _latest_peak(self, choice: Sequence[int], copy_span: int | None) -> _Peak:
         key = (tuple(choice), copy_span)
-        if self._latest is None or self._latest[0] != key:
+        if key not in self._latest:
             program = self._program(assign(self.graph, choice, copy_span=copy_span))
             footprint = self._footprint(program, with_copies=True)
-            self._latest = key, self._peak(program, footprint, [v.bytes for v in program.values])
-        return self._latest[1]
+            self._latest[key] = self._peak(program, footprint, [v.bytes for v in program.values])
+            for oldest in list(self._latest)[:-_LATEST]:
+                del self._latest[oldest]
+        return self._latest[key]
 
     def required(self, choice: Sequence[int], *, copy_span: int | None = None) -> int:
         """Bytes per device that a limit must offer for a finished choice, so that XLA's own figure is within it."""
