@@ -207,12 +207,11 @@ class MeshSearch:
         if limit is None or self.memory.required(late.numbers) <= limit:
             return self._describe(late, None, free.seconds)
         has_room = self.memory.bound() <= limit
-        if (
-            has_room and self.shared is not None and not is_tight
-        ):  # what others take is known of the graph's own choices alone
-            free = chosen = self._choose_free(self.problem, cutoff_s, free_work)
+        if has_room and self.shared is not None and not is_tight:  # memory rows are of the graph's own choices
+            free = self._choose_free(self.problem, cutoff_s, free_work)
             if not isinstance(free, Chosen):
                 return free
+            chosen = free
         self._note_excess(self.memory.parts(chosen.numbers)[1], limit)
         if not has_room:
             return self._nothing_fits()

@@ -176,5 +176,7 @@ def _with_rows(graph: StrategyGraph, matrix: np.ndarray, more: _More, other: int
         needs = [la.prepend() for la in needs] if use.stacked else needs
         wants = np.array([[need == layout for need in needs] for layout in more.layouts])
         columns = wants.shape[1]  # choices beyond the strategies of the other node come after both are widened
-        rows[:, :columns] = np.where(wants, np.maximum(rows[:, :columns] - more.seconds[:, None], 0.0), rows[:, :columns])
+        rows[:, :columns] = np.where(
+            wants, np.maximum(rows[:, :columns] - more.seconds[:, None], 0.0), rows[:, :columns]
+        )
     return np.concatenate([matrix, rows])
