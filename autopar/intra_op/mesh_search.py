@@ -135,7 +135,9 @@ class MeshSearch:
         if problem.classes is not None:  # a tenth of the pairs, and often narrow where the whole is not
             problem = merge_classes(problem, problem.classes)
         if problem.costs.pairs > request.tuning.bounded_pairs:
-            return constant_s + lift_bound(tie_layers(problem))
+            tied = tie_layers(problem)
+            if tied.ties is not None:
+                return constant_s + lift_bound(tied)
         if problem.costs.pairs > request.tuning.quick_pairs:
             bound_s = bound_quickly(problem.costs, tuning=problem.tuning, budget=budget)
             return constant_s + (bound_s if math.isfinite(bound_s) else 0.0)
