@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from autopar.layouts.constraints import zero1 as zero1
     from autopar.layouts.constraints import zero2 as zero2
     from autopar.layouts.constraints import zero3 as zero3
+    from autopar.live_line import show_progress as show_progress
     from autopar.measuring.recorder import record as record
     from autopar.pipeline_plan import PipelinePlan as PipelinePlan
     from autopar.pipeline_plan import plan_from_json as plan_from_json
@@ -90,6 +91,7 @@ _MODULES = {
     "register_rule": "rules.unlisted.register",
     "restore": "checkpoints.save",
     "save": "checkpoints.save",
+    "show_progress": "live_line",
     "zero1": "layouts.constraints",
     "zero2": "layouts.constraints",
     "zero3": "layouts.constraints",

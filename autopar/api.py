@@ -65,7 +65,7 @@ from autopar.program.call import BoundArguments, CallSignature, PyTree, bind_arg
 from autopar.program.crossing import deliver
 from autopar.program.step import TracedStep, require_state, require_state_like
 from autopar.program.trace import trace
-from autopar.progress import Progress, enter, report
+from autopar.progress import COMPILING, STEPPING, Progress, enter, report, tell
 from autopar.rules.table import are_registered, find_unlisted
 from autopar.rules.unlisted.notices import warn_of_operations
 from autopar.runtime.meetings import group_of, refusing_together
@@ -268,9 +268,10 @@ class ParallelStep(Inspected):
         if program.compiled is None:
             with self._memory.making.take(self.signature.name):
                 if program.compiled is None:
-                    enter("compiling")
+                    enter(COMPILING)
                     with under(program.settings):
                         program.compiled = compile_planned(self.signature, program.planned, self.jax_devices())
+                    tell(Progress(phase=STEPPING))
         return program.compiled
 
 

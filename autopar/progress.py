@@ -19,6 +19,8 @@ from typing import Any, TypeAlias
 from autopar.events import reach
 
 LOGGER = logging.getLogger("autopar")
+COMPILING, STEPPING = "compiling", "running"
+"""The phases after planning: XLA is at work, and the step is. That it runs is no news for the log."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

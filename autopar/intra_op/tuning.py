@@ -63,7 +63,7 @@ class Tuning:
     bounded_pairs: int = 3_000_000
     """Up to so many pairs of choices the steps on a mesh are bounded by dual ascent on the whole problem, which takes a second.
     Beyond, ascent on layers does it if they are alike, whose bound is a third lower for a GPT of 4 layers
-    (`benchmarks/planner_time.py`). For a dense-net it took three times as long, and its bound was 1.3 % below the step, not 0.2."""
+    (`benchmarks/planner_time.py`). For a dense-net it took three times as long and was 1.3 % below the step, now 0.2."""
     bound_work: float = 7e8
     """Units of work (`solver/budget.py`) for that, three seconds or less. GPT and BERT of the command line are then within 3 % of
     their bound, and take a quarter longer to plan; with a third of it they are within 17 and 21 %."""

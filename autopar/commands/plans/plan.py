@@ -26,12 +26,12 @@ from autopar.commands.plans.document import (
 from autopar.commands.plans.flags import conflict_in_flags
 from autopar.commands.plans.parallel import FOR_PIPELINES, count_devices, make_parallel
 from autopar.commands.terminal.interruption import Interruption, interruptible
-from autopar.commands.terminal.live_line import live_line
 from autopar.commands.terminal.printing import print_json, reports
 from autopar.errors import ArgumentError, AutoparError, OutOfMemoryError, PlanError, warn
 from autopar.explain import standard_output
 from autopar.explain.units import bytes_text
 from autopar.files.whole_file import save
+from autopar.live_line import show_progress
 from autopar.pipeline_plan import PipelinePlan, plan_from_json
 from autopar.plan import Plan
 from autopar.program.step import describe_missing_state
@@ -56,7 +56,7 @@ def plan(options: argparse.Namespace) -> int:
     """Plan a step from shapes alone; print the plan and write it to `options.output`, if given."""
     output: Path | None = options.output
     count = count_devices(options)
-    with live_line(options.verbose):
+    with show_progress(options.verbose):
         enter("building the model")
         subject = find_subject(options.model, options.sizes)
         step = make_parallel(subject.step, count, _with_time_for_the_conflict(options))
@@ -151,7 +151,7 @@ def _ask(found: Plan | PipelinePlan, options: argparse.Namespace, *, is_stopped:
     # What a signal raises may be lost, as in a finaliser; an alarm then rings until the search is left.
     with interruptible(lambda: deadline.hurry() and deadline.stop()) as asking:
         for name, question in questions.items():
-            with live_line(options.verbose):
+            with show_progress(options.verbose):
                 answer = deadline.run(question, math.inf)
             if answer is not None:
                 answers[name] = answer

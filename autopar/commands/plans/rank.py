@@ -21,12 +21,12 @@ from autopar.commands.arguments.subject import Subject, find_subject
 from autopar.commands.plans.parallel import count_devices, count_devices_of_nodes, make_parallel
 from autopar.commands.plans.plan import plan_step
 from autopar.commands.terminal.interruption import interruptible
-from autopar.commands.terminal.live_line import live_line
 from autopar.commands.terminal.printing import new_table, print_json
 from autopar.cost_model.hardware import find_cluster
 from autopar.errors import AutoparError
 from autopar.explain import standard_output
 from autopar.explain.units import bytes_text, percent_text, seconds_text
+from autopar.live_line import show_progress
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
 from autopar.progress import begin_search, enter
@@ -65,7 +65,7 @@ class Ranked:
 
 def rank(options: argparse.Namespace) -> int:
     """Run `rank`; 0 if the step fits at least one of the clusters. A signal leaves the rows until then."""
-    with live_line(options.verbose):
+    with show_progress(options.verbose):
         enter("building the model")
         subject = find_subject(options.model, options.sizes)
         pairs = [(cluster, count) for cluster in options.clusters for count in _counts(cluster, options)]

@@ -20,13 +20,13 @@ from autopar.commands.arguments.subject import Subject, find_subject, find_train
 from autopar.commands.plans.parallel import count_devices, make_parallel
 from autopar.commands.plans.plan import plan_step
 from autopar.commands.terminal.interruption import interruptible
-from autopar.commands.terminal.live_line import live_line
 from autopar.commands.terminal.printing import print_json
 from autopar.errors import ArgumentError
 from autopar.explain import standard_output
 from autopar.explain.verified import page
 from autopar.files.whole_file import save
-from autopar.progress import enter
+from autopar.live_line import show_progress
+from autopar.progress import COMPILING, enter
 from autopar.reports.report import html
 from autopar.verify.compile_only import compile_only_devices
 
@@ -37,14 +37,14 @@ DIFFERS = 1
 def verify(options: argparse.Namespace) -> int:
     """Plan, compile and compare; write the programs where files are named."""
     devices = _devices(options)
-    with live_line(options.verbose):
+    with show_progress(options.verbose):
         enter("building the model")
         subject = find_subject(options.model, options.sizes)
         given = _arguments(options) if options.values else (subject.state, subject.batch)
         step = make_parallel(subject.step, devices, options)
         with interruptible(step.stop_planning) as interruption:
             plan = plan_step(step, subject, options)
-        enter("compiling")
+        enter(COMPILING)
         found = step.verify(*given, values=options.values)
     interruption.finish()
     if options.json:

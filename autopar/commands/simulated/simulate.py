@@ -25,13 +25,13 @@ from autopar.commands.simulated.simulate_tables import (
     make_rows_table,
     print_summary,
 )
-from autopar.commands.terminal.live_line import live_line
 from autopar.commands.terminal.printing import print_json
 from autopar.cost_model.cores import available_cores
 from autopar.cost_model.overlap import overlap_ratio
 from autopar.explain import standard_output
 from autopar.files.whole_file import save
 from autopar.gc_pause import pause_full_collections
+from autopar.live_line import show_progress
 from autopar.progress import enter
 from autopar.simulate.closed_forms.job_prediction import predict
 from autopar.simulate.error_summary import GIGA, PricedRow, summarise
@@ -53,7 +53,7 @@ def simulate(options: argparse.Namespace) -> int:
 def _simulate_table(options: argparse.Namespace) -> int:
     output: Path | None = options.csv
     planner = None if options.closed_form else PartPlanner()
-    with live_line(), pause_full_collections():
+    with show_progress(), pause_full_collections():
         found = price_rows(read_table(options.table), planner)
     priced = [row for row in found if isinstance(row, PricedRow)]
     failed = [row for row in found if isinstance(row, RowError)]

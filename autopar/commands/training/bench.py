@@ -22,11 +22,11 @@ from autopar.commands.arguments.own_step import PyTree
 from autopar.commands.arguments.subject import Trainee, find_trainee
 from autopar.commands.plans.parallel import count_devices, make_parallel
 from autopar.commands.plans.plan import plan_step
-from autopar.commands.terminal.live_line import live_line
 from autopar.commands.terminal.printing import print_json, reports
 from autopar.commands.training.saved_plan import parallel_under, read_plan_for_here
 from autopar.commands.training.training_run import AUTOPAR, JIT, Training, doubt_machine
 from autopar.explain import seconds_text
+from autopar.live_line import show_progress
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
 
@@ -98,7 +98,7 @@ def _planned(
     count = count_devices(options)
     devices = find_devices(options.devices if options.mesh is None and options.nodes is None else count)
     step = make_parallel(trainee.subject.step, devices, options)
-    with live_line(options.verbose):
+    with show_progress(options.verbose):
         return step, plan_step(step, trainee.subject, options, is_trained=True)
 
 

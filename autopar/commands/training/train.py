@@ -25,7 +25,6 @@ from autopar.commands.arguments.subject import Subject, find_trainee
 from autopar.commands.plans.parallel import count_devices, make_parallel
 from autopar.commands.plans.plan import plan_step
 from autopar.commands.terminal.interruption import interruptible
-from autopar.commands.terminal.live_line import live_line
 from autopar.commands.terminal.printing import print_json, reports
 from autopar.commands.training.recording import Recorder
 from autopar.commands.training.training_run import AUTOPAR, Observe, Record, Training, doubt_machine, ignore, run_jit
@@ -35,6 +34,7 @@ from autopar.execution.pipeline import CompiledPipeline
 from autopar.explain import seconds_text
 from autopar.explain.training_progress import RunStep
 from autopar.files.loss_log import LossLog
+from autopar.live_line import show_progress
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
 from autopar.reports.report import show
@@ -146,12 +146,12 @@ def train_model(
     shapes = training.trainee.subject
     step = make_parallel(shapes.step, devices, options)
     first = _first_number(options, saves, step, whole=compare or options.timeline is not None)
-    with live_line(options.verbose), interruptible(step.stop_planning) as interruption:
+    with show_progress(options.verbose), interruptible(step.stop_planning) as interruption:
         plan = plan_step(step, shapes, options, is_trained=True)
     if not options.json:
         show(plan, training.console, full=options.full)
     interruption.finish()
-    with live_line(options.verbose):
+    with show_progress(options.verbose):
         _compile(step, shapes)
     recorder = Recorder(step) if options.timeline else None
     first_state = first_state_of(training, step) if compare and reference is None else None

@@ -1,4 +1,4 @@
-"""What a terminal shows while a plan is sought: one line that moves, and is gone at the end.
+"""What a terminal shows while a plan is sought and a step is compiled: one line that moves, and is gone at the end.
 
 In: the reports of the search (`autopar.progress`). Out, on standard error: the phase, candidates, the best step so far, what
 stages promise, the bound and the seconds left; with `-v` also the log. A thread of rich draws the line four times a second, so
@@ -22,7 +22,7 @@ from rich.spinner import Spinner
 from rich.text import Text
 
 from autopar.explain import seconds_text
-from autopar.progress import LOGGER, Progress, listening
+from autopar.progress import COMPILING, LOGGER, STEPPING, Progress, listening
 
 _LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
 _PER_SECOND = 4
@@ -30,8 +30,13 @@ _SEPARATOR = " · "
 
 
 @contextlib.contextmanager
-def live_line(verbose: int = 0, console: Console | None = None) -> Iterator[None]:
-    """A context in which the terminal shows how far planning is.
+def show_progress(verbose: int = 0, console: Console | None = None) -> Iterator[None]:
+    """A context in which the terminal shows what autopar is at: tracing, planning, compiling.
+
+        with autopar.show_progress():
+            state, loss = step(state, batch)  # the first call, which plans and compiles
+
+    A pipe, a file and a notebook are shown nothing. Of several processes each shows its own terminal what it does.
 
     Args:
         verbose: 0: no log; 1: phases and better plans; 2: everything.
@@ -59,7 +64,9 @@ class _Line:
         self._now, self._started, self._ends = Progress(), console.get_time(), math.inf
 
     def hear(self, progress: Progress) -> None:
-        """Take a report."""
+        """Take a report. What compiles and runs has no candidates and no clock."""
+        if progress.phase in (COMPILING, STEPPING):
+            self._now, self._started, self._ends = Progress(), self._console.get_time(), math.inf
         self._now = progress.after(self._now)
         if progress.seconds_left is not None:
             self._ends = self._console.get_time() + progress.seconds_left

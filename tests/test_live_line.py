@@ -11,7 +11,7 @@ import threading
 import pytest
 from rich.console import Console
 
-from autopar.commands.terminal.live_line import _Line, describe, live_line
+from autopar.live_line import _Line, describe, show_progress
 from autopar.progress import Progress, enter, report
 from tests.commands.command_line import CLEAN_ENVIRONMENT, ROOT, SMALL, start
 
@@ -91,7 +91,7 @@ def test_the_line_ends_with_the_seconds_at_the_last_column_of_a_terminal():
 def test_the_line_is_drawn_while_nothing_is_reported_and_is_gone_at_the_end():
     terminal = _Terminal()
     console = Console(file=terminal, force_terminal=True, width=100, legacy_windows=False)
-    with live_line(console=console):
+    with show_progress(console=console):
         enter("tracing")
         report(Progress(best_s=0.5))
         terminal.awaited = "best step 500 ms"
@@ -109,6 +109,53 @@ def test_the_seconds_that_are_left_pass_whatever_else_is_reported():
     assert line.draw().plain.endswith("planning · best step 500 ms · 48 s left")
     line.hear(Progress(seconds_left=math.inf))
     assert line.draw().plain.endswith("12 s")
+
+
+def test_what_compiles_and_runs_has_neither_a_clock_nor_candidates():
+    times = [100.0]
+    line = _Line(Console(get_time=lambda: times[-1]))
+    line.hear(Progress(phase="planning", seconds_left=60.0, bounded=4, best_s=0.5))
+    times.append(110.0)
+    line.hear(Progress(phase="compiling"))
+    times.append(113.0)
+    assert line.draw().plain.endswith(" compiling · 3 s")
+    line.hear(Progress(phase="running"))
+    times.append(114.0)
+    assert line.draw().plain.endswith(" running · 1 s")
+
+
+SCRIPT = """
+import jax, jax.numpy as jnp
+import autopar
+
+@autopar.parallelize(plan_cache=False)
+def step(state, batch):
+    return state - 0.1 * jnp.mean(batch @ state), jnp.sum(batch)
+
+with autopar.show_progress():
+    state, loss = step(jnp.ones((8, 8)), jnp.ones((8, 8)))
+    print("first", float(loss))
+    jax.block_until_ready(state)
+"""
+
+
+def test_a_script_in_a_terminal_sees_what_is_going_on_and_what_it_prints():
+    ours, theirs = pty.openpty()
+    env = CLEAN_ENVIRONMENT | {"TERM": "xterm"}
+    process = subprocess.Popen([sys.executable, "-c", SCRIPT], cwd=ROOT, env=env, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    shown = _read_all(ours)
+    assert process.wait(timeout=120) == 0
+    assert "first 64.0" in shown
+    assert "running" in shown, "what came last is drawn at the end"
+    assert shown.endswith("\x1b[2K"), "the line is erased"
+
+
+def test_a_script_on_a_pipe_prints_what_it_prints():
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], cwd=ROOT, env=CLEAN_ENVIRONMENT, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "first 64.0\n", "")
 
 
 def test_a_pipe_gets_nothing_even_if_colours_are_forced():
