@@ -19,8 +19,8 @@ from typing import Any, TypeAlias
 from autopar.events import reach
 
 LOGGER = logging.getLogger("autopar")
-COMPILING, STEPPING = "compiling", "running"
-"""The phases after planning: XLA is at work, and the step is. That it runs is no news for the log."""
+COMPILING, STEPPING = "compiling", "first step"
+"""The phases after planning. A pipeline compiles the tasks of its stages in its first step. The log does not have that one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

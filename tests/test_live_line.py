@@ -119,9 +119,9 @@ def test_what_compiles_and_runs_has_neither_a_clock_nor_candidates():
     line.hear(Progress(phase="compiling"))
     times.append(113.0)
     assert line.draw().plain.endswith(" compiling · 3 s")
-    line.hear(Progress(phase="running"))
+    line.hear(Progress(phase="first step"))
     times.append(114.0)
-    assert line.draw().plain.endswith(" running · 1 s")
+    assert line.draw().plain.endswith(" first step · 1 s")
 
 
 SCRIPT = """
@@ -147,7 +147,7 @@ def test_a_script_in_a_terminal_sees_what_is_going_on_and_what_it_prints():
     shown = _read_all(ours)
     assert process.wait(timeout=120) == 0
     assert "first 64.0" in shown
-    assert "running" in shown, "what came last is drawn at the end"
+    assert "first step" in shown, "what came last is drawn at the end"
     assert shown.endswith("\x1b[2K"), "the line is erased"
 
 
