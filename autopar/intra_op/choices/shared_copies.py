@@ -108,7 +108,7 @@ def _can_share(node: int, readers: Sequence[Use], given: Sequence[Use]) -> bool:
     """Whether more than two read one value alike, and none of them, nor who gives it, is tied to the fan_out otherwise."""
     if len(readers) < 3 or is_opaque(readers[0].aval):
         return False
-    if len({(use.source, use.trips, use.exposed) for use in readers}) > 1 or readers[0].source.stacked:
+    if len({(use.source, use.trips, use.exposed) for use in readers}) > 1:
         return False
     around = {use.source.node for use in given}
     return not any(use.held for use in (*readers, *given)) and not any(

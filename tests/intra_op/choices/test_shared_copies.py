@@ -10,6 +10,7 @@ from autopar.cost_model.hardware import PRESETS
 from autopar.intra_op.choices.graph import build_graph
 from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.choices.shared_copies import share_copies
+from autopar.intra_op.lowering.late_gathers import wanted_layout
 from autopar.layouts.mesh import LogicalMesh
 from autopar.program.from_jaxpr import program_of
 from autopar.program.program import fan_out_p
@@ -38,6 +39,12 @@ def branched(x, up, down):
     return residual(jax.lax.cond(x[0, 0] > 0, jnp.tanh, jnp.sin, x), up, down)
 
 
+def scanned(x, up, down):
+    """A loop reads the rows of what others read as the whole."""
+    y = jnp.tanh(x)
+    return jax.lax.scan(lambda carry, row: (carry + row @ up, None), x[0], y)[0] + residual(y, up, down)
+
+
 def graph_of(step, mesh, *, held=()):
     program, _ = program_of(jax.make_jaxpr(step)(*[jax.ShapeDtypeStruct((SIZE, SIZE), jnp.float32)] * 3))
     return build_graph(
@@ -60,7 +67,7 @@ def sample(graph, shared, rng):
     return tuple(int(rng.integers(len(shared.costs.nodes[v]))) for v in range(len(graph.nodes)))
 
 
-@pytest.mark.parametrize("step", [residual, repeated, branched])
+@pytest.mark.parametrize("step", [residual, repeated, branched, scanned])
 @pytest.mark.parametrize("mesh", [(4,), (2, 2)])
 def test_a_choice_costs_at_least_what_its_program_does(step, mesh):
     """Random choices, priced by the moves that the lowered program makes; without the new choices as the graph prices them."""
@@ -116,23 +123,27 @@ def test_the_best_choice_adds_shards_where_the_program_gathers_once():
     assert wider.lower_bound_s == pytest.approx(wider.seconds, rel=1e-9)
 
 
-def test_a_price_counts_once_for_the_gathering_and_not_for_who_wants_it():
-    graph = graph_of(residual, (4,))
+@pytest.mark.parametrize("step", [residual, scanned])
+def test_a_price_counts_once_for_the_gathering_and_not_for_who_wants_it(step):
+    graph = graph_of(step, (4,))
     shared = share_copies(graph, least_s=0.0)
+    rows = 0
     for node, more in shared.more.items():
         assert graph.nodes[node].equation.primitive is fan_out_p
-        readers = {use.target for use in graph.uses if use.source.node == node}
+        assert not any(graph.nodes[node].choices.strategies[kept].outputs[0].partial for kept in more.kept)
+        readers = [use for use in graph.uses if use.source.node == node]
+        rows += any(use.stacked for use in readers)
         for extra, (kept, layout, seconds) in enumerate(zip(more.kept, more.layouts, more.seconds, strict=True)):
             number = len(graph.costs[node]) + extra
             assert shared.costs.nodes[node][number] == pytest.approx(graph.costs[node][kept] + seconds)
-            for reader in readers:
+            for reader in {use.target for use in readers}:
                 matrix, wide = graph.edges[node, reader], shared.costs.edges[node, reader]
-                for q, strategy in enumerate(graph.nodes[reader].choices.strategies):
-                    wanted = [
-                        strategy.inputs[u.operand] for u in graph.uses if (u.source.node, u.target) == (node, reader)
-                    ]
+                for q in range(len(graph.nodes[reader].choices.strategies)):
+                    numbers = {reader: q}
+                    wanted = [wanted_layout(graph, numbers, use) for use in readers if use.target == reader]
                     less = seconds * wanted.count(layout)
                     assert wide[number, q] == pytest.approx(matrix[kept, q] - less, abs=1e-15)
+    assert rows == (step is scanned)
 
 
 def test_two_readers_share_nothing():
