@@ -45,6 +45,12 @@ def scanned(x, up, down):
     return jax.lax.scan(lambda carry, row: (carry + row @ up, None), x[0], y)[0] + residual(y, up, down)
 
 
+def squared(x, up, down):
+    """A product reads it twice, in different layouts."""
+    y = x + up
+    return y @ y + jnp.sin(y) @ down
+
+
 def graph_of(step, mesh, *, held=()):
     program, _ = program_of(jax.make_jaxpr(step)(*[jax.ShapeDtypeStruct((SIZE, SIZE), jnp.float32)] * 3))
     return build_graph(
@@ -67,7 +73,7 @@ def sample(graph, shared, rng):
     return tuple(int(rng.integers(len(shared.costs.nodes[v]))) for v in range(len(graph.nodes)))
 
 
-@pytest.mark.parametrize("step", [residual, repeated, branched, scanned])
+@pytest.mark.parametrize("step", [residual, repeated, branched, scanned, squared])
 @pytest.mark.parametrize("mesh", [(4,), (2, 2)])
 def test_a_choice_costs_at_least_what_its_program_does(step, mesh):
     """Random choices, priced by the moves that the lowered program makes; without the new choices as the graph prices them."""
@@ -123,9 +129,10 @@ def test_the_best_choice_adds_shards_where_the_program_gathers_once():
     assert wider.lower_bound_s == pytest.approx(wider.seconds, rel=1e-9)
 
 
-@pytest.mark.parametrize("step", [residual, scanned])
-def test_a_price_counts_once_for_the_gathering_and_not_for_who_wants_it(step):
-    graph = graph_of(step, (4,))
+@pytest.mark.parametrize("mesh", [(4,), (2, 2)])
+@pytest.mark.parametrize("step", [residual, scanned, squared])
+def test_a_price_counts_once_for_the_gathering_and_not_for_who_wants_it(step, mesh):
+    graph = graph_of(step, mesh)
     shared = share_copies(graph, least_s=0.0)
     rows = 0
     for node, more in shared.more.items():
