@@ -90,7 +90,7 @@ def test_a_choice_costs_at_least_what_its_program_does(step, mesh):
         assert shared.costs.value(strategies) == pytest.approx(plain.value(strategies), rel=1e-12)
         assert shared.strategies_of(strategies) == strategies
         used += numbers != strategies
-    assert used > 30
+    assert used > 20
 
 
 @pytest.mark.parametrize("mesh", [(4,), (2, 2)])
