@@ -81,7 +81,8 @@ class MeshSearch:
         tuning = dataclasses.replace(TUNING, large_pairs=request.tuning.large_pairs, gap_work=gap_work)
         problem = ChoiceProblem(costs=costs, classes=classes, is_proven=False, budget=request.budget, tuning=tuning)
         self.problem = tie_layers(problem)
-        self.shared = self._share_copies() if is_whole else None
+        # What is cut into microbatches is cut for the memory, and what a limit leaves is searched by the graph's own choices.
+        self.shared = self._share_copies() if is_whole and traced.microbatches == 1 else None
 
     def _share_copies(self) -> SharedCopies | None:
         tuning, ties = self.request.tuning, self.problem.ties

@@ -1,5 +1,7 @@
 """Fan_outs that hand on two layouts: their choices cost at least what the program does, and the best of them no more."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,11 +13,15 @@ from autopar.intra_op.choices.graph import build_graph
 from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.choices.shared_copies import share_copies
 from autopar.intra_op.lowering.late_gathers import wanted_layout
+from autopar.intra_op.mesh_search import MeshSearch
+from autopar.intra_op.tuning import TUNING
 from autopar.layouts.mesh import LogicalMesh
+from autopar.microbatches.counts import cut_into_microbatches
 from autopar.program.from_jaxpr import program_of
 from autopar.program.program import fan_out_p
 from autopar.solver.problem import ChoiceProblem, Costs
 from autopar.solver.solve import choose
+from tests.inter_op.test_search import request_on, traced_step
 from tests.intra_op.lowering.test_late_gathers import seconds_of
 from tests.oracles import assert_same_as_jit
 
@@ -153,6 +159,25 @@ def test_a_price_counts_once_for_the_gathering_and_not_for_who_wants_it(step, me
     assert rows == (step is scanned)
 
 
+def trained(state, batch):
+    def loss_of(weights):
+        return jnp.mean(residual(batch, *weights) ** 2)
+
+    loss, gradients = jax.value_and_grad(loss_of)(state)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, state, gradients), loss
+
+
+def test_whole_steps_in_one_microbatch_are_searched_so_if_they_are_not_large():
+    weights = [jnp.ones((SIZE, SIZE)) for _ in range(2)]
+    step, mesh = traced_step(weights, jnp.ones((SIZE, SIZE)), fun=trained), LogicalMesh.of((4,))
+    request = request_on(PRESETS["p3.16xlarge"])
+    small = dataclasses.replace(request, tuning=dataclasses.replace(TUNING, shared_pairs=10))
+    assert MeshSearch(step, mesh, request, is_whole=True).shared is not None
+    assert MeshSearch(step, mesh, small, is_whole=True).shared is None
+    assert MeshSearch(step, mesh, request).shared is None
+    assert MeshSearch(cut_into_microbatches(step, 2), mesh, request, is_whole=True).shared is None
+
+
 def test_two_readers_share_nothing():
     graph = graph_of(lambda x, up, down: jnp.tanh(x @ up) + jnp.sin(x @ up) @ down, (4,))
     assert not share_copies(graph, least_s=0.0).more
@@ -179,13 +204,8 @@ def test_equal_edges_stay_one_matrix():
 
 @pytest.mark.parametrize("mesh", [(8,), (2, 4)])
 def test_a_plan_with_shared_copies_computes_what_jit_does(mesh):
-    def step(state, batch):
-        def loss_of(weights):
-            return jnp.mean(residual(batch, *weights) ** 2)
-
-        loss, gradients = jax.value_and_grad(loss_of)(state)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, state, gradients), loss
-
     state = [jax.random.normal(jax.random.key(i), (64, 64)) / 16 for i in range(2)]
     batch = jax.random.normal(jax.random.key(2), (512, 64))
-    assert_same_as_jit(step, autopar.parallelize(step, devices=8, mesh_shape=mesh, cluster="p3.16xlarge"), state, batch)
+    assert_same_as_jit(
+        trained, autopar.parallelize(trained, devices=8, mesh_shape=mesh, cluster="p3.16xlarge"), state, batch
+    )
