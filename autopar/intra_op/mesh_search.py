@@ -49,7 +49,8 @@ class MeshSearch:
     Attributes:
         graph: what can be chosen.
         problem: the choice problem of it, without memory rows, which pays for a change of layout once for each reader.
-        shared: the same where fan_outs may hand on two layouts; None if nothing is shared, or the problem is large.
+        shared: the same where fan_outs may hand on two layouts; None of a stage, of several microbatches, of a large problem, and
+            if nothing is shared.
         bound_s: seconds that no choice without a limit goes below, as far as planning has found out.
         choice_s: the same of choices in which alike layers choose alike, where only these are looked at.
         excess: how many times the memory that the least state leaves for temporaries these take without a limit; 0 if a plan
@@ -94,7 +95,7 @@ class MeshSearch:
 
     @functools.cached_property
     def _wider(self) -> ChoiceProblem:
-        """What is searched without a limit."""
+        """What is searched first, as if there were no limit."""
         if self.shared is None:
             return self.problem
         return tie_layers(dataclasses.replace(self.problem, costs=self.shared.costs, ties=None))

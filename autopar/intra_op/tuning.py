@@ -63,7 +63,7 @@ class Tuning:
     bounded_pairs: int = 3_000_000
     """Up to so many pairs of choices the steps on a mesh are bounded by dual ascent on the whole problem, which takes a second.
     Beyond, ascent on layers does it if they are alike, whose bound is a third lower for a GPT of 4 layers
-    (`benchmarks/planner_time.py`). For a dense-net it took three times as long and was 1.3 % below the step, now 0.2."""
+    (`benchmarks/planner_time.py`). A dense-net's took three times as long by layers, and was 1.3 % below the step, not 0.2."""
     bound_work: float = 7e8
     """Units of work (`solver/budget.py`) for that, three seconds or less. GPT and BERT of the command line are then within 3 % of
     their bound, and take a quarter longer to plan; with a third of it they are within 17 and 21 %."""
@@ -77,7 +77,7 @@ class Tuning:
     """Up to so many pairs, where layers choose alike, a fan_out may hand on two layouts (`choices/shared_copies.py`). The search
     of a GPT of 24 layers on 2 x 4 devices takes 0.9 s then, 0.4 without; that of a dense-net, of 8 million pairs, 11 s and 5."""
     shared_part: float = 1e-6
-    """Of the step's work, divided evenly, that cutting out a shard must take for that."""
+    """The part of the step's work, divided evenly, that cutting a shard out of a value must take for that."""
     narrowed: float = 0.01
     """A mesh is searched again where the plan's step waits for this part of itself more than the search took for granted, as
     there is too little compute to hide communication behind (`benchmarks/small_programs.py`)."""

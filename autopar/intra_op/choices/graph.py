@@ -56,6 +56,11 @@ class Node:
     input_number: int | None = None
     loop: Equation | None = None
 
+    @property
+    def is_fan_out(self) -> bool:
+        """Whether it hands a value on to several readers."""
+        return self.equation is not None and self.equation.primitive is fan_out_p
+
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class StrategyGraph:

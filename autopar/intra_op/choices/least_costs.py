@@ -33,7 +33,6 @@ from autopar.intra_op.choices.catalogue import Catalogue
 from autopar.intra_op.choices.graph import StrategyGraph
 from autopar.intra_op.choices.uses import Use
 from autopar.layouts.mesh import Layout
-from autopar.program.program import fan_out_p
 from autopar.solver.problem import Costs
 
 _NOTHING_S = 1e-11
@@ -129,8 +128,7 @@ class _Sharing:
         return self.homes(node) is not None and sum(len(self.takers[group]) for group in self.groups[node]) > 2
 
     def _find_homes(self, node: int) -> tuple[int, ...] | None:
-        equation = self.graph.nodes[node].equation
-        if equation is None or equation.primitive is not fan_out_p:
+        if not self.graph.nodes[node].is_fan_out:
             return None
         if len(self.givers[node]) != 1 or len(self.groups[node]) != 1:
             return None

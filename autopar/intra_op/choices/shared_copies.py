@@ -24,7 +24,6 @@ from autopar.avals import Aval, is_opaque
 from autopar.intra_op.choices.graph import StrategyGraph
 from autopar.intra_op.choices.uses import Use
 from autopar.layouts.mesh import Layout
-from autopar.program.program import fan_out_p
 from autopar.solver.outcomes import Chosen
 from autopar.solver.problem import Costs
 
@@ -88,16 +87,13 @@ def share_copies(graph: StrategyGraph, *, least_s: float) -> SharedCopies:
     more: dict[int, _More] = {}
     for number, readers in uses.items():
         node = graph.nodes[number]
-        if (
-            node.equation is None
-            or node.equation.primitive is not fan_out_p
-            or not _can_share(number, readers, givers[number])
-        ):
+        if not node.is_fan_out or not _can_share(number, readers, givers[number]):
             continue
-        times = readers[0].trips * readers[0].exposed
-        key = (id(node.choices), tuple(readers[0].aval.shape), readers[0].aval.dtype, times)
+        aval, times = readers[0].aval, readers[0].trips * readers[0].exposed
+        is_open = np.isfinite(graph.costs[number]).tobytes()
+        key = (id(node.choices), is_open, tuple(aval.shape), aval.dtype, times)
         if key not in known:
-            known[key] = _find_more(graph, number, readers[0].aval, times, least_s=least_s)
+            known[key] = _find_more(graph, number, aval, times, least_s=least_s)
         found = known[key]
         if found is not None:
             more[number] = found

@@ -14,12 +14,11 @@ import collections
 from collections.abc import Mapping, Sequence
 
 from autopar.avals import Aval
-from autopar.intra_op.choices.graph import Node, StrategyGraph
+from autopar.intra_op.choices.graph import StrategyGraph
 from autopar.intra_op.choices.uses import Use
 from autopar.intra_op.lowering.assignment import is_gathered
 from autopar.layouts.mesh import Layout
 from autopar.layouts.moves import LOCAL_KINDS, Move
-from autopar.program.program import fan_out_p
 from autopar.solver.outcomes import Numbers
 
 
@@ -36,7 +35,7 @@ def gather_late(graph: StrategyGraph, numbers: Numbers) -> Numbers:
     found = list(numbers)
     for use in graph.uses:
         giver, spread = graph.nodes[use.source.node], graph.nodes[use.target]
-        if giver.input_number is None or not is_fan_out(spread) or use.held:
+        if giver.input_number is None or not spread.is_fan_out or use.held:
             continue
         strategies = spread.choices.strategies
         given = giver.choices.strategies[numbers[use.source.node]].outputs[0]
@@ -48,11 +47,6 @@ def gather_late(graph: StrategyGraph, numbers: Numbers) -> Numbers:
         if all(_is_local(_path(graph, use.aval, given, layout)) for layout in needed - {taken}):
             found[use.target] = as_given
     return tuple(found)
-
-
-def is_fan_out(node: Node) -> bool:
-    """Whether a node hands a value on to several readers."""
-    return node.equation is not None and node.equation.primitive is fan_out_p
 
 
 def wanted_layout(graph: StrategyGraph, numbers: Numbers, use: Use) -> Layout:

@@ -24,7 +24,7 @@ import numpy as np
 from autopar.avals import Aval, is_opaque
 from autopar.intra_op.choices.graph import StrategyGraph
 from autopar.intra_op.choices.uses import Use
-from autopar.intra_op.lowering.late_gathers import is_fan_out, wanted_layout
+from autopar.intra_op.lowering.late_gathers import wanted_layout
 from autopar.layouts.mesh import Layout
 from autopar.layouts.moves import LayoutSpace
 from autopar.solver.outcomes import Numbers
@@ -53,7 +53,7 @@ def settle_leaves(graph: StrategyGraph, numbers: Numbers) -> Numbers:
         uses = readers[leaf]
         if not uses or any(use.held or use.source.stacked for use in (*uses, *given)) or is_opaque(uses[0].aval):
             continue
-        names = {leaf, *(use.target for use in uses if is_fan_out(graph.nodes[use.target]))}
+        names = {leaf, *(use.target for use in uses if graph.nodes[use.target].is_fan_out)}
         if any(use.source.node in names for use in given):
             continue  # the step gives it back as it is
         surroundings = _Surroundings.of(graph, numbers, leaf, given, uses, readers)
@@ -103,7 +103,7 @@ class _Surroundings:
         """Those of an input, which gets its new value by `given` and is read by `uses`."""
         choices = graph.nodes[leaf].choices.strategies
         target = graph.nodes[uses[0].target]
-        is_spread = len(uses) == 1 and is_fan_out(target)
+        is_spread = len(uses) == 1 and target.is_fan_out
         last = readers[uses[0].target] if is_spread else uses
 
         def made(use: Use) -> Layout:

@@ -18,7 +18,6 @@ from autopar.intra_op.tuning import TUNING
 from autopar.layouts.mesh import LogicalMesh
 from autopar.microbatches.counts import cut_into_microbatches
 from autopar.program.from_jaxpr import program_of
-from autopar.program.program import fan_out_p
 from autopar.solver.problem import ChoiceProblem, Costs
 from autopar.solver.solve import choose
 from tests.inter_op.test_search import request_on, traced_step
@@ -142,7 +141,7 @@ def test_a_price_counts_once_for_the_gathering_and_not_for_who_wants_it(step, me
     shared = share_copies(graph, least_s=0.0)
     rows = 0
     for node, more in shared.more.items():
-        assert graph.nodes[node].equation.primitive is fan_out_p
+        assert graph.nodes[node].is_fan_out
         assert not any(graph.nodes[node].choices.strategies[kept].outputs[0].partial for kept in more.kept)
         readers = [use for use in graph.uses if use.source.node == node]
         rows += any(use.stacked for use in readers)
