@@ -1,6 +1,7 @@
 """Fan_outs that hand on two layouts: their choices cost at least what the program does, and the best of them no more."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import pytest
 
 import autopar
 from autopar.cost_model.hardware import PRESETS
+from autopar.intra_op import mesh_search
 from autopar.intra_op.choices.graph import build_graph
 from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.choices.shared_copies import share_copies
@@ -175,6 +177,25 @@ def test_whole_steps_in_one_microbatch_are_searched_so_if_they_are_not_large():
     assert MeshSearch(step, mesh, small, is_whole=True).shared is None
     assert MeshSearch(step, mesh, request).shared is None
     assert MeshSearch(cut_into_microbatches(step, 2), mesh, request, is_whole=True).shared is None
+
+
+def test_what_does_not_fit_the_memory_is_searched_by_the_graphs_own_choices(monkeypatch):
+    weights = [jnp.ones((SIZE, SIZE)) for _ in range(2)]
+    step, mesh = traced_step(weights, jnp.ones((SIZE, SIZE)), fun=trained), LogicalMesh.of((4,))
+    searched = []
+
+    def note(problem, **options):
+        searched.append(problem.costs)
+        return choose(problem, **options)
+
+    monkeypatch.setattr(mesh_search, "choose", note)
+    request = request_on(PRESETS["p3.16xlarge"])
+    search = MeshSearch(step, mesh, request, is_whole=True)
+    peak_bytes = search.plan(math.inf).plan.peak_bytes
+    assert searched == [search.shared.costs]
+    tight = MeshSearch(step, mesh, dataclasses.replace(request, memory_limit_bytes=peak_bytes), is_whole=True)
+    tight.plan(math.inf)
+    assert searched[1:] == [tight.shared.costs, tight.problem.costs]
 
 
 def test_two_readers_share_nothing():
