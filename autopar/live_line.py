@@ -41,6 +41,9 @@ def show_progress(verbose: int = 0, console: Console | None = None) -> Iterator[
     Args:
         verbose: 0: no log; 1: phases and better plans; 2: everything.
         console: where to; standard error if None.
+
+    Yields:
+        nothing; at the end of the context the line is gone.
     """
     console = console or Console(stderr=True)
     with contextlib.ExitStack() as stack:
