@@ -69,7 +69,7 @@ class MeshComparison:
         self.more_axes_help = self._is_bound_lost = False
         self._untouched: set[LogicalMesh] = set()
         self._took = 1, 0.0
-        self._fastest = Least(shared.best_s)
+        self._fastest, self._step_per_choice = Least(shared.best_s), math.inf
         self._has_plan, self._is_planned_here = Flag(is_raised=math.isfinite(shared.best_s)), False
         self.equations = sum(1 for _ in traced.program.walk())
         self.worth = Worth(self.equations, request.tuning)
@@ -282,7 +282,7 @@ class MeshComparison:
             is_small_gain = self.worth.is_large and gain_s < request.tuning.least_gain * shared.best_s
             is_beaten = is_beaten or is_small_gain or not self.worth.repays(gain_s, search_s)
             most_work = (request.tuning.quick_s + request.tuning.repaid_in_steps * gain_s) / SECONDS_PER_UNIT
-        cutoff_s = shared.best_s - self._call_s()
+        cutoff_s = self.worth.choosing_s(shared.best_s - self._call_s(), self._step_per_choice)
         plan = functools.partial(
             search.plan, rival_s=self._rival_s, has_other_ways=shared.has_other_ways, is_tight=self._is_tight
         )
@@ -358,6 +358,9 @@ class MeshComparison:
                 self.candidates.append(Candidate(mesh.shape, plan.step_s))
                 self.found_s.append(plan.step_s)
                 self.unlimited_s.append(plan.unlimited_s)
+                if not looked.excess and looked.choice_s > self._call_s():
+                    per_choice = (plan.step_s - self._call_s()) / (looked.choice_s - self._call_s())
+                    self._step_per_choice = min(self._step_per_choice, per_choice)
                 if plan.step_s < shared.best_s * (1 - 1e-9):
                     self.more_axes_help = len(mesh.shape) > 1
                     self.best = looked.outcome

@@ -106,8 +106,7 @@ def choose_within_limit(
     search = _LimitSearch.of(
         problem, free, memory, limit_bytes, least=least, rival_s=rival_s, has_other_ways=has_other_ways
     )
-    unseen = tuning.unseen_part * max(0.0, least - search.used(free.numbers))
-    if has_other_ways and search.problem.least_bytes() + unseen > tuning.met_part * limit_bytes:
+    if has_other_ways and _leaves_nothing(search.problem, free.numbers, least, limit_bytes, tuning):
         return TooLarge(least, is_settled=False)
     spans = (None, copy_span_of(memory.graph.program))
     match search.run(spans, rounds=tuning.memory_rounds):
@@ -120,6 +119,21 @@ def choose_within_limit(
     if search.is_beaten:
         return CutOff(free.lower_bound_s)
     return search.find_met(spans) or TooLarge(least, is_settled=False)
+
+
+def find_too_large(
+    problem: ChoiceProblem, memory: MemoryModel, limit_bytes: int, numbers: Numbers, *, tuning: Tuning = TUNING
+) -> TooLarge | None:
+    """What `choose_within_limit` says where there are other ways, if a choice above the limit leaves others nothing."""
+    least = memory.required(numbers)
+    limited = dataclasses.replace(problem, rows=memory.rows(numbers))
+    return TooLarge(least, is_settled=False) if _leaves_nothing(limited, numbers, least, limit_bytes, tuning) else None
+
+
+def _leaves_nothing(limited: ChoiceProblem, numbers: Numbers, required: int, limit_bytes: int, tuning: Tuning) -> bool:
+    """Whether no choice fits if each requires a part of what this one requires above the rows."""
+    unseen = tuning.unseen_part * max(0.0, required - float(limited.spans.used_by(np.asarray(numbers)).max()))
+    return limited.least_bytes() + unseen > tuning.met_part * limit_bytes
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

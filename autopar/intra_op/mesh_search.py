@@ -27,7 +27,7 @@ from autopar.intra_op.lowering.late_gathers import gather_late
 from autopar.intra_op.lowering.settled_leaves import settle_leaves
 from autopar.intra_op.memory.compilers import compiler_of
 from autopar.intra_op.memory.model import MemoryModel, Streams
-from autopar.intra_op.memory_limit import Fits, TooLarge, choose_within_limit, nobody_s
+from autopar.intra_op.memory_limit import Fits, TooLarge, choose_within_limit, find_too_large, nobody_s
 from autopar.intra_op.out_of_memory import NothingFits
 from autopar.intra_op.request import PlannedStep, PlanRequest
 from autopar.layouts.allowed import batch_axes
@@ -210,19 +210,18 @@ class MeshSearch:
         late = self._gather_late(chosen)
         if limit is None or self.memory.required(late.numbers) <= limit:
             return self._describe(late, None, free.seconds)
-        has_room = self.memory.bound() <= limit
-        if has_room and self.shared is not None and not is_tight:  # memory rows are of the graph's own choices
+        self._note_excess(self.memory.parts(late.numbers)[1], limit)
+        if self.memory.bound() > limit:
+            return self._nothing_fits()
+        problem, tuning = dataclasses.replace(self.problem, cutoff_s=cutoff_s), request.tuning
+        if has_other_ways and (too_large := find_too_large(problem, self.memory, limit, late.numbers, tuning=tuning)):
+            return self._too_large(too_large)
+        if self.shared is not None and not is_tight:  # memory rows are of the graph's own choices
             free = self._choose_free(self.problem, cutoff_s, free_work)
             if not isinstance(free, Chosen):
                 return free
-            chosen = free
-        self._note_excess(self.memory.parts(chosen.numbers)[1], limit)
-        if not has_room:
-            return self._nothing_fits()
-        problem = dataclasses.replace(self.problem, cutoff_s=cutoff_s)
         budget = self._budget_within_memory(cutoff_s, most_work - (request.budget.spent - spent))
         problem = dataclasses.replace(problem, budget=budget, proof=request.tuning.limited_gap)
-        tuning = request.tuning
         match choose_within_limit(
             problem, self.memory, limit, free=free, rival_s=rival_s, has_other_ways=has_other_ways, tuning=tuning
         ):
@@ -230,8 +229,8 @@ class MeshSearch:
                 late = choice if copy_span is not None else self._gather_late(choice)
                 does_fit = late.numbers == choice.numbers or self.memory.required(late.numbers) <= limit
                 return self._describe(late if does_fit else choice, copy_span, unlimited_s)
-            case TooLarge(tried_bytes, is_settled):
-                return dataclasses.replace(self._nothing_fits(), tried_bytes=tried_bytes, is_settled=is_settled)
+            case TooLarge() as too_large:
+                return self._too_large(too_large)
             case ended:
                 return ended
 
@@ -274,6 +273,10 @@ class MeshSearch:
         """What is known before anything was tried."""
         bound, tensors = self.memory.bound(), self.memory.least()[1]
         return NothingFits(mesh=self.mesh, bound_bytes=bound, tried_bytes=None, tensors=tensors, is_settled=True)
+
+    def _too_large(self, found: TooLarge) -> NothingFits:
+        """What is known after some choices were tried."""
+        return dataclasses.replace(self._nothing_fits(), tried_bytes=found.tried_bytes, is_settled=found.is_settled)
 
     def _note_excess(self, temporaries: int, limit: int) -> None:
         """State in its smallest layouts costs little, so it is what else is alive that has to shrink."""

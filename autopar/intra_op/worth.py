@@ -37,6 +37,16 @@ class Worth:
         """Below how many seconds a step on another mesh is worth planning, with a plan of `best_s`."""
         return self._finding_s(best_s, self.tuning.search_s_per_equation * self.equations, self.tuning.most_worth)
 
+    def choosing_s(self, best_s: float, step_per_choice: float) -> float:
+        """Below how many seconds a choice on another mesh is worth a plan, with a plan of `best_s`.
+
+        `step_per_choice`: how many times longer than the best choice on their meshes the steps are that were planned; infinite if
+        none was. In a large step the next one is taken to be as much longer: the plan of a choice, with its memory, takes as long
+        as the choice.
+        """
+        is_known = self.is_large and math.isfinite(step_per_choice)
+        return best_s / max(step_per_choice, 1.0) if is_known else best_s
+
     def limiting_s(self, best_s: float) -> float:
         """Below how many seconds without a memory limit a step is worth a search within it, with a plan of `best_s`."""
         return self._finding_s(best_s, SECONDS_PER_UNIT * self.tuning.mesh_work, self.tuning.most_worth_within)

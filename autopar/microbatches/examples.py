@@ -16,7 +16,7 @@ still counts examples; strictly they are lost there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Hashable, Mapping, Sequence, Set
 
 from autopar.compat import Literal
 from autopar.intra_op.choices.known_equations import RuleBook
@@ -53,12 +53,21 @@ class _Marks(StaticDomain[Dims]):
     def __init__(self, rules: RuleBook, *, loosely: bool) -> None:
         self.rules, self.loosely = rules, loosely
         self.found: dict[Equation, frozenset[str]] = {}
+        self._known: dict[Hashable, tuple[frozenset[str], Sequence[Dims]]] = {}
 
     def literal(self, atom: Literal, scope: Scope[Dims]) -> Dims:
         return Dims()
 
     def operation(self, eqn: Equation, scope: Scope[Dims]) -> Sequence[Dims]:
-        rule, given = self.rules.rule(eqn), [scope.value(atom) for atom in eqn.invars]
+        rule, given = self.rules.rule(eqn), tuple(scope.value(atom) for atom in eqn.invars)
+        key = id(rule), id(entry_for(eqn)), given
+        if key not in self._known:
+            self._known[key] = self._find(eqn, rule, given)
+        self.found[eqn], results = self._known[key]
+        return results
+
+    def _find(self, eqn: Equation, rule: FactorRule, given: Sequence[Dims]) -> tuple[frozenset[str], Sequence[Dims]]:
+        """The factors of an equation that count examples, and the dimensions of its results that do."""
         each = any(_EACH in dims for dims in given)
         marked = {
             f
@@ -69,8 +78,8 @@ class _Marks(StaticDomain[Dims]):
         }
         if self.loosely:
             marked |= _rearranged(eqn, rule, given)
-        self.found[eqn] = frozenset(marked | {ONE_BY_ONE} if each else marked)
-        return [self._marked(operand, marked) | (Dims({_EACH}) if each else Dims()) for operand in rule.outputs]
+        results = [self._marked(operand, marked) | (Dims({_EACH}) if each else Dims()) for operand in rule.outputs]
+        return frozenset(marked | {ONE_BY_ONE} if each else marked), results
 
     def _marked(self, operand: Operand, marked: Set[str]) -> Dims:
         """The dimensions of a result that have a marked factor: as their major one, or loosely anywhere."""

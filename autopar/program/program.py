@@ -77,7 +77,7 @@ Tag: TypeAlias = TaskName | Equation
 
 def can_be_awaited(v: Var) -> bool:
     """Whether it has elements, and they are real numbers."""
-    return bool(v.aval.size) and _is_real(v.aval.dtype)
+    return 0 not in v.aval.shape and _is_real(v.aval.dtype)
 
 
 @functools.cache

@@ -140,6 +140,7 @@ class _Builder(StaticDomain[_Value]):
         self.joins: dict[Equation, tuple[int, ...]] = {}
         self.sources: dict[Var, Source] = {}
         self._edges: dict[tuple[int, int], list[tuple[float, np.ndarray]]] = {}
+        self._priced: dict[tuple[int, float], np.ndarray] = {}
         self._outermost: Equation | None = None
         self._traffic: Mapping[Equation, Traffic] = {}
         self._held: set[int] = set()
@@ -288,8 +289,15 @@ class _Builder(StaticDomain[_Value]):
 
     def _add(self, node: Node) -> int:
         self.nodes.append(node)
-        self.costs.append(node.choices.seconds * node.trips)
+        self.costs.append(self._seconds(node))
         return len(self.nodes) - 1
+
+    def _seconds(self, node: Node) -> np.ndarray:
+        """Of each choice in all trips; one array for all nodes of the same, which later passes price once."""
+        key = id(node.choices), node.trips
+        if key not in self._priced:
+            self._priced[key] = node.choices.seconds * node.trips
+        return self._priced[key]
 
     def _add_fixed(self, layouts: tuple[Layout, ...], label: str, number: int | None) -> int:
         """A node whose choices are layouts."""

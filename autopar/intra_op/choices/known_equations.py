@@ -34,10 +34,11 @@ class RuleBook:
 
     def rule(self, eqn: Equation) -> FactorRule:
         """`rule_for` of an equation."""
-        first = self._first_alike(eqn)
-        if first not in self._rules:
-            self._rules[first] = rule_for(first, finite=self.finite)
-        return self._rules[first]
+        found = self._rules.get(eqn)  # every pass asks for it
+        if found is None:
+            first = self._first_alike(eqn)
+            found = self._rules[eqn] = rule_for(eqn, finite=self.finite) if first is eqn else self.rule(first)
+        return found
 
     def flops(self, eqn: Equation) -> float:
         """`flops_of` of an equation under its own rule."""

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from autopar.avals import Aval, is_opaque
@@ -77,7 +79,7 @@ def partition_spec(layout: Layout, mesh: LogicalMesh) -> jax.sharding.PartitionS
 
 @dataclasses.dataclass(frozen=True)
 class Placed:
-    """A local array and the layout it is the shard of."""
+    """A local array and the layout it is the shard of; the array of a literal is NumPy's."""
 
     array: jax.Array
     layout: Layout
@@ -95,8 +97,9 @@ class Lowering(LayoutDomain[Placed]):
         return value.layout
 
     def literal(self, atom: Literal, scope: Scope[Placed]) -> Placed:
-        """The whole literal, on every device."""
-        return Placed(jnp.asarray(atom.val, dtype=atom.aval.dtype), Layout.replicated(len(atom.aval.shape)))
+        """The whole literal, on every device; as NumPy's, which JAX takes for a constant and need not trace."""
+        array = cast(jax.Array, np.asarray(atom.val, dtype=atom.aval.dtype))
+        return Placed(array, Layout.replicated(len(atom.aval.shape)))
 
     def bring(
         self, value: Placed, form: Layout, aval: Aval, scope: Scope[Placed], *, late: Placed | None = None

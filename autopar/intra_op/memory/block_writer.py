@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 
 import jax
 
 from autopar.avals import Aval, dtype_name, is_opaque, itemsize_of
 from autopar.compat import Literal, Var, module_path
-from autopar.intra_op.choices.graph import Source
 from autopar.intra_op.memory.compilers import XLA_CPU, Compiler
 from autopar.intra_op.memory.device_operations import Block, Held, Kind, Operation, Value
 from autopar.intra_op.memory.equation_facts import EquationFacts, facts_of, kind_of, result_name
@@ -38,8 +37,8 @@ class Values:
     two matrices, which XLA computes the other way around if all that is done with them is to exchange rows and columns.
     """
 
-    def __init__(self, mesh: LogicalMesh, sources: Mapping[Var, Source], compiler: Compiler = XLA_CPU) -> None:
-        self.mesh, self.sources, self.compiler = mesh, sources, compiler
+    def __init__(self, mesh: LogicalMesh, compiler: Compiler = XLA_CPU) -> None:
+        self.mesh, self.compiler = mesh, compiler
         self.values: list[Value] = []
         self.constants: set[int] = set()
         self.split_inputs: set[int] = set()
@@ -54,13 +53,11 @@ class Values:
         self.values.append(value)
         return len(self.values) - 1
 
-    def add_shard(
-        self, aval: Aval, layout: Layout, key: tuple[int, int, bool] | None, name: str, scope: str = ""
-    ) -> int:
+    def add_shard(self, aval: Aval, layout: Layout, var: Var | None, name: str, scope: str = "") -> int:
         """The number of a new value that is a device's shard in a layout."""
         shape, dtype, itemsize = tuple(aval.shape), dtype_name(aval.dtype), itemsize_of(aval)
         size = self.local_bytes(shape, itemsize, layout)
-        return self.add(Value(name=name, shape=shape, dtype=dtype, bytes=size, key=key, itemsize=itemsize, scope=scope))
+        return self.add(Value(name=name, shape=shape, dtype=dtype, bytes=size, var=var, itemsize=itemsize, scope=scope))
 
     def local_bytes(self, shape: tuple[int, ...], itemsize: int, layout: Layout) -> int:
         """Bytes of a device's shard, found once for all values that are alike."""
@@ -77,12 +74,7 @@ class Values:
     def add_var(self, var: Var, layout: Layout, maker: Equation) -> Held:
         """A new value for a variable that an equation makes."""
         name = result_name(maker, var.aval.shape)
-        return Held(self.add_shard(var.aval, layout, self.key(var), name, module_path(maker)), layout)
-
-    def key(self, var: Var) -> tuple[int, int, bool] | None:
-        """The (node, output, stacked) of the strategy graph whose choice decides a variable's layout."""
-        source = self.sources.get(var)
-        return None if source is None else (source.node, source.output, source.stacked)
+        return Held(self.add_shard(var.aval, layout, var, name, module_path(maker)), layout)
 
 
 class BlockWriter:
@@ -140,7 +132,7 @@ class BlockWriter:
         made_from = self.values.values[value]
         for move in path:
             name = f"{'moved' if move.kind in LOCAL_KINDS else move.kind} {made_from.name}"
-            new = self.values.add_shard(aval, move.target, made_from.key, name, made_from.scope)
+            new = self.values.add_shard(aval, move.target, made_from.var, name, made_from.scope)
             is_merged = move.kind in self.values.compiler.merges
             group = (move.kind, move.axes, move.monoid, dtype_name(aval.dtype)) if is_merged else None
             if move.kind in LOCAL_KINDS:
@@ -173,7 +165,7 @@ class BlockWriter:
         """New values for the results of an equation that is no loop."""
         values, scope = self.values, facts.scope
         return [
-            Held(values.add_shard(var.aval, layout, values.key(var), name, scope), layout)
+            Held(values.add_shard(var.aval, layout, var, name, scope), layout)
             for var, layout, name in zip(eqn.outvars, layouts, facts.names, strict=True)
         ]
 
@@ -284,7 +276,7 @@ class BlockWriter:
     def wait(self, value: int, late: int, out: int) -> None:
         """The value as soon as another is there, of which one element is read."""
         given = self.values.values[late]
-        number = self.values.add(dataclasses.replace(given, shape=(), bytes=given.itemsize, key=None))
+        number = self.values.add(dataclasses.replace(given, shape=(), bytes=given.itemsize, var=None))
         self.emit(Kind.MOVED, (late,), (number,))
         self.emit(Kind.CHEAP, (value, number), (out,))
 
@@ -333,7 +325,7 @@ class BlockWriter:
             name = str(source) if value < 0 else self.values.values[value].name
             scope = "" if value < 0 else self.values.values[value].scope
             spread = self.values.add_shard(
-                jax.core.ShapedArray(out.aval.shape, atom.aval.dtype), layout, self.values.key(out), name, scope
+                jax.core.ShapedArray(out.aval.shape, atom.aval.dtype), layout, out, name, scope
             )
             self.known[key] = [Held(spread, layout)]
             self.emit(Kind.CHEAP, (value,), (spread,), by_library=True)

@@ -9,6 +9,7 @@ import dataclasses
 import enum
 from collections.abc import Hashable, Mapping
 
+from autopar.compat import Var
 from autopar.intra_op.memory.compilers import XLA_CPU, Compiler
 from autopar.layouts.mesh import Layout
 
@@ -40,7 +41,7 @@ ELEMENTWISE = (Kind.CHEAP, Kind.COSTLY, Kind.DEAR)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Value:
-    """A value of one device; `key` is the (node, output, stacked) of the strategy graph whose layout decides its size.
+    """A value of one device; `var` is the variable whose layout decides its size.
 
     `copy_of`: the input that it is, or the cast of one, perhaps in another layout; it then needs memory of its own only if that
     is so. `scope`: the module that makes it.
@@ -50,7 +51,7 @@ class Value:
     shape: tuple[int, ...]
     dtype: str
     bytes: int
-    key: tuple[int, int, bool] | None
+    var: Var | None
     itemsize: int
     copy_of: int | None = None
     scope: str = ""

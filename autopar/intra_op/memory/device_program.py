@@ -2,7 +2,7 @@
 
 In: a strategy graph, and an `Assignment` or None. Out: a `DeviceProgram`. With an assignment, every value has its size on one
 device and every move is an operation, as the lowering performs them. Without one, there are no moves and values have the size
-of the whole: which buffers live together then is what all choices have in common, and `Value.key` says whose choice decides
+of the whole: which buffers live together then is what all choices have in common, and `Value.var` says whose layout decides
 a buffer's size. Equal work is one operation, as XLA makes it. What can go wrong: an operation that XLA's CPU compiler expands
 into several; those that matter are here (random bits, operands that are repeated or wanted in another order, collectives
 over inner dimensions, loops). What a primitive's result needs is in `intra_op/xla_cpu/`.
@@ -47,10 +47,10 @@ def device_program(
     graph: StrategyGraph, names: Sequence[str], assignment: Assignment | None, compiler: Compiler = XLA_CPU
 ) -> DeviceProgram:
     """See the module's text; `names` are those of the inputs."""
-    program, values = graph.program, Values(graph.mesh, graph.sources, compiler)
+    program, values = graph.program, Values(graph.mesh, compiler)
     layouts: Layouts = assignment if assignment is not None else WholeLayouts(program, graph.mesh, graph.spaces)
     inputs = [
-        Held(values.add_shard(v.aval, layout, values.key(v), name), layout)
+        Held(values.add_shard(v.aval, layout, v, name), layout)
         for v, layout, name in zip(program.invars, layouts.inputs, names, strict=True)
     ]
     if assignment is None:
@@ -80,7 +80,7 @@ def task_program(
     which the program joins first. `entries`: to which layouts some of what is read is moved first. Results go through layouts to
     the one in which they leave.
     """
-    values = Values(assignment.mesh, {}, compiler)  # no choice is left whose sources would matter
+    values = Values(assignment.mesh, compiler)
     buffers, inputs = _Buffers(assignment, values), []
     scope = Scope(buffers, {})
     for read, (names, layout) in reads.items():
@@ -196,7 +196,7 @@ class _Buffers(LayoutDomain[Held], StaticDomain[Held]):
         root = outer if outer in values.split_inputs else like.copy_of
         if root is None:
             return outer
-        copy = values.add(dataclasses.replace(like, key=values.key(entry.head.outvars[0]), copy_of=root))
+        copy = values.add(dataclasses.replace(like, var=entry.head.outvars[0], copy_of=root))
         self._writer(scope).emit(Kind.WHOLE, (outer,), (copy,))
         return copy
 

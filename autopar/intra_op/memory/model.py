@@ -18,13 +18,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import weakref
 from collections.abc import Hashable, Mapping, Sequence, Set
 
 import numpy as np
 
 from autopar.avals import itemsize_of
 from autopar.compat import Literal, Var
-from autopar.intra_op.choices.graph import StrategyGraph
+from autopar.intra_op.choices.graph import Source, StrategyGraph
 from autopar.intra_op.choices.strategies import ShardingStrategy
 from autopar.intra_op.lowering.assignment import Assignment, assign
 from autopar.intra_op.memory.compilers import XLA_CPU, Compiler
@@ -42,6 +43,9 @@ from autopar.solver.problem import MemoryRow
 
 _NAMED = 128
 """So many of the largest tensors at the peak are told by a module, their own or the nearest."""
+_WHOLES: weakref.WeakKeyDictionary[Program, dict[Hashable, DeviceProgram]] = weakref.WeakKeyDictionary()
+_FOOTPRINTS: weakref.WeakKeyDictionary[DeviceProgram, Footprint] = weakref.WeakKeyDictionary()
+"""What models of one program on several meshes share, `MemoryModel._whole`, and its buffers."""
 _LATEST = 4
 """Choices whose peaks are kept: each takes a second to compute for a deep step, and some hundred KB."""
 
@@ -138,12 +142,29 @@ class MemoryModel:
 
     @functools.cached_property
     def _whole(self) -> DeviceProgram:
-        """What a device runs before anything is chosen."""
-        return self._program(None)
+        """What a device runs before anything is chosen; found once for all meshes of as many devices."""
+        if self._has_streams:
+            return self._program(None)
+        known = _WHOLES.setdefault(self.graph.program, {})
+        if self._kind not in known:
+            known[self._kind] = self._program(None)
+        return known[self._kind]
 
     @functools.cached_property
     def _whole_footprint(self) -> Footprint:
-        return self._footprint(self._whole)
+        known = _FOOTPRINTS.get(self._whole)
+        if known is None:
+            known = _FOOTPRINTS[self._whole] = self._footprint(self._whole)
+        return known
+
+    @property
+    def _kind(self) -> Hashable:
+        """Equal for meshes on which a device runs the same before anything is chosen."""
+        return self.graph.mesh.size, self.compiler, self.input_names
+
+    @property
+    def _has_streams(self) -> bool:
+        return bool(self.streams.inputs or self.streams.outputs)
 
     def bound(self) -> int:
         """Bytes per device below which `required` is for no choice: least inputs and results, and the least that one operation
@@ -176,13 +197,11 @@ class MemoryModel:
 
     def _least_of(self, var: Var) -> int:
         """Bytes of a variable of the program in its smallest layout."""
-        source = self.graph.sources.get(var)
-        if source is None:
+        if var not in self.graph.sources:
             return 0
         size = math.prod(var.aval.shape) * itemsize_of(var.aval)
-        key = (source.node, source.output, source.stacked)
         value = Value(
-            name="", shape=tuple(var.aval.shape), dtype="", bytes=size, key=key, itemsize=itemsize_of(var.aval)
+            name="", shape=tuple(var.aval.shape), dtype="", bytes=size, var=var, itemsize=itemsize_of(var.aval)
         )
         return int(self._sizes(value).min())
 
@@ -213,6 +232,7 @@ class MemoryModel:
             self._whole_footprint,
             self._kept(self._whole),
             self._sizes,
+            self._node_of,
             choice,
             margin=self.tuning.temporaries_margin,
             points=self.tuning.watched_points,
@@ -220,28 +240,43 @@ class MemoryModel:
 
     def _sizes(self, value: Value) -> np.ndarray:
         """Bytes per device of a value of the whole program for every choice of the node that decides."""
-        if value.key is None:
+        source = self._source_of(value)
+        if source is None:
             return np.zeros(1)
-        node, output, stacked = value.key
-        strategies = self.graph.nodes[node].choices.strategies  # equal operations share them; the graph keeps them
-        known = (id(strategies), output, stacked, value.shape)
+        strategies = self.graph.nodes[
+            source.node
+        ].choices.strategies  # equal operations share them; the graph keeps them
+        known = (id(strategies), source.output, source.stacked, value.shape)
         if known not in self._bytes:
-            layouts = [s.outputs[output] for s in strategies]
-            layouts = [la.prepend() for la in layouts] if stacked else layouts
+            layouts = [s.outputs[source.output] for s in strategies]
+            layouts = [la.prepend() for la in layouts] if source.stacked else layouts
             share = [la.local_bytes(value.shape, 1, self.graph.mesh) for la in layouts]
             self._bytes[known] = np.array(share, dtype=float) / max(math.prod(value.shape), 1)
         return self._bytes[known] * value.bytes
 
+    def _source_of(self, value: Value) -> Source | None:
+        """The node of the graph whose choice decides the size of a value; None if none does."""
+        return None if value.var is None else self.graph.sources.get(value.var)
+
+    def _node_of(self, value: Value) -> int | None:
+        source = self._source_of(value)
+        return None if source is None else source.node
+
+    def _is_stack(self, value: Value) -> bool:
+        """Whether a value has a row for each microbatch."""
+        source = self._source_of(value)
+        return source is not None and source.stacked and value.shape[:1] == (self.streams.microbatches,)
+
     def _program(self, assignment: Assignment | None) -> DeviceProgram:
         """What one device runs; of a stream, and of what loops stack up for one, a slice takes memory."""
         program = device_program(self.graph, self.input_names, assignment, self.compiler)
-        microbatches, streams = self.streams.microbatches, self.streams
-        if not streams.inputs and not streams.outputs:
+        if not self._has_streams:
             return program
+        microbatches, streams = self.streams.microbatches, self.streams
         passing = {program.inputs[i] for i in streams.inputs} | {program.outputs[i] for i in streams.outputs}
         values = tuple(
             dataclasses.replace(value, bytes=value.bytes // microbatches)
-            if number in passing or (value.key is not None and value.key[2] and value.shape[:1] == (microbatches,))
+            if number in passing or self._is_stack(value)
             else value
             for number, value in enumerate(program.values)
         )

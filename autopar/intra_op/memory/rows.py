@@ -35,6 +35,7 @@ def rows_of(
     footprint: Footprint,
     kept: Sequence[int],
     sizes_of: Callable[[Value], np.ndarray],
+    node_of: Callable[[Value], int | None],
     choice: Sequence[int],
     *,
     margin: float,
@@ -47,11 +48,13 @@ def rows_of(
         footprint: its buffers.
         kept: values that are there from the first step to the last.
         sizes_of: bytes of a value for each choice of the node that decides.
+        node_of: that node; None if the bytes are the same whatever is chosen.
         choice: the number of a choice for each node.
         margin: the part of what temporaries take that is predicted.
         points: how many points are watched at most.
     """
-    sizes = [float(sizes_of(v)[0 if v.key is None else choice[v.key[0]]]) for v in program.values]
+    nodes = [node_of(v) for v in program.values]
+    sizes = [float(sizes_of(v)[0 if n is None else choice[n]]) for v, n in zip(program.values, nodes, strict=True)]
     there = frozenset(kept)
     more = [_more_than_input(v, size, sizes, there) for v, size in zip(program.values, sizes, strict=True)]
     totals = totals_of(footprint.spans, footprint.steps, more)
@@ -62,7 +65,7 @@ def rows_of(
 
     def count(value: int, ratio: float) -> _Counted:
         if (value, ratio) not in counted:
-            counted[value, ratio] = _count(program.values[value], sizes_of(program.values[value]) / ratio)
+            counted[value, ratio] = _count(nodes[value], sizes_of(program.values[value]) / ratio)
         return counted[value, ratio]
 
     def row(name: str, at: int, copies: dict[int, int]) -> MemoryRow:
@@ -119,11 +122,9 @@ def _copies(values: Sequence[Value], alive: Sequence[int]) -> dict[int, int]:
     return {root: v for v in sorted(alive) if (root := values[v].copy_of) is not None}
 
 
-def _count(value: Value, sizes: np.ndarray) -> _Counted:
+def _count(node: int | None, sizes: np.ndarray) -> _Counted:
     """What a value takes of a row."""
-    if value.key is None or sizes.min() == sizes.max():
-        return _Counted(None, sizes)
-    return _Counted(value.key[0], sizes)
+    return _Counted(None if sizes.min() == sizes.max() else node, sizes)
 
 
 def _row(name: str, entries: Iterable[_Counted]) -> MemoryRow:

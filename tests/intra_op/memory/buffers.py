@@ -22,7 +22,7 @@ def real_bytes(compiled):
 
 def values(*elements):
     return [
-        Value(name=f"v{i}", shape=(n,), dtype="float32", bytes=n * FLOAT, key=None, itemsize=FLOAT)
+        Value(name=f"v{i}", shape=(n,), dtype="float32", bytes=n * FLOAT, var=None, itemsize=FLOAT)
         for i, n in enumerate(elements)
     ]
 

@@ -11,7 +11,7 @@ from autopar.intra_op.memory.buckets import combine_in_buckets
 from autopar.intra_op.memory.device_operations import Block, Kind, Operation, Value
 
 BYTES = 8
-VALUES = [Value(name=f"v{i}", shape=(2,), dtype="", bytes=BYTES, key=None, itemsize=4) for i in range(100)]
+VALUES = [Value(name=f"v{i}", shape=(2,), dtype="", bytes=BYTES, var=None, itemsize=4) for i in range(100)]
 
 
 def operation(inputs, output, *, group=None, kind=Kind.WHOLE):

@@ -17,7 +17,7 @@ from autopar.intra_op.memory.lent import Lent, lie_in_lent
 
 def values(*sizes):
     return [
-        Value(name=str(n), shape=(size,), dtype="float32", bytes=size, key=None, itemsize=1)
+        Value(name=str(n), shape=(size,), dtype="float32", bytes=size, var=None, itemsize=1)
         for n, size in enumerate(sizes)
     ]
 

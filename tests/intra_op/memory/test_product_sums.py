@@ -16,7 +16,7 @@ LEFT, RIGHT, MADE, TOTAL, SUMMAND, ROW, SPREAD, WIDE, OTHER, END = range(10)
 
 
 def value(elements=64, itemsize=4, shape=(8, 8)):
-    return Value(name="v", shape=shape, dtype="", bytes=elements * itemsize, key=None, itemsize=itemsize)
+    return Value(name="v", shape=shape, dtype="", bytes=elements * itemsize, var=None, itemsize=itemsize)
 
 
 VALUES = [value() for _ in range(END + 1)]

@@ -19,7 +19,7 @@ from autopar.program.from_jaxpr import program_of
 FLOAT = 4
 A, B, INDICES, UPDATES, SCATTERED, TOTAL, MORE, END = range(8)
 VALUES = [
-    Value(name=f"v{i}", shape=(64,), dtype="float32", bytes=64 * FLOAT, key=None, itemsize=FLOAT) for i in range(12)
+    Value(name=f"v{i}", shape=(64,), dtype="float32", bytes=64 * FLOAT, var=None, itemsize=FLOAT) for i in range(12)
 ]
 ZEROS = Operation(kind=Kind.CHEAP, inputs=(), outputs=(B,))
 SCATTER = Operation(kind=Kind.WHOLE, inputs=(B, INDICES, UPDATES), outputs=(SCATTERED,), over=(B,), adds=True)
