@@ -10,6 +10,7 @@ something fits that the search does not find; `TooLarge` says whether that is po
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -28,7 +29,7 @@ from autopar.solver.outcomes import (
     Unfinished,
     Unreachable,
 )
-from autopar.solver.problem import ChoiceProblem
+from autopar.solver.problem import ChoiceProblem, MemoryRow
 from autopar.solver.solve import choose
 
 
@@ -77,19 +78,21 @@ def choose_within_limit(
     limit_bytes: int | None,
     *,
     free: Chosen | None = None,
+    seen: Seen | None = None,
     rival_s: Callable[[], float] = nobody_s,
     has_other_ways: bool = False,
     tuning: Tuning = TUNING,
 ) -> Limited:
     """The best choice within the limit. The search ends where another one has something as fast as the best without a limit.
 
-    Where what the best choice without a limit requires above the rows leaves nothing for others, other ways are looked at.
+    Where what a choice above the limit requires above the rows leaves nothing for others, other ways are looked at.
 
     Args:
         problem: without memory rows.
         memory: the memory of its choices.
         limit_bytes: per device; None: memory does not matter.
         free: the best choice without a limit, if it is known.
+        seen: a choice above the limit near that one, if one is known; else that one is looked at.
         rival_s: seconds of the fastest that others have found so far.
         has_other_ways: whether other ways to run the step are looked at if this one does not fit.
         tuning: how often to try.
@@ -100,14 +103,15 @@ def choose_within_limit(
         if not isinstance(found, Chosen):
             return found
         free = found
-    least = 0 if limit_bytes is None else memory.required(free.numbers)
-    if limit_bytes is None or least <= limit_bytes:
+    seen = seen or Seen(memory, free.numbers)
+    if limit_bytes is None or seen.required <= limit_bytes:
         return Fits(free, None, free.seconds)
+    if has_other_ways and seen.leaves_nothing(problem, limit_bytes, tuning):
+        return seen.too_large
     search = _LimitSearch.of(
-        problem, free, memory, limit_bytes, least=least, rival_s=rival_s, has_other_ways=has_other_ways
+        problem, free, memory, limit_bytes, seen=seen, rival_s=rival_s, has_other_ways=has_other_ways
     )
-    if has_other_ways and _leaves_nothing(search.problem, free.numbers, least, limit_bytes, tuning):
-        return TooLarge(least, is_settled=False)
+    least = seen.required
     spans = (None, copy_span_of(memory.graph.program))
     match search.run(spans, rounds=tuning.memory_rounds):
         case DoesNotFit():
@@ -116,32 +120,47 @@ def choose_within_limit(
             least = min(least, tried_bytes)
         case ended if not isinstance(ended, Unfinished):
             return ended
-    if search.is_beaten:
-        return CutOff(free.lower_bound_s)
-    return search.find_met(spans) or TooLarge(least, is_settled=False)
+    beaten = CutOff(free.lower_bound_s) if search.is_beaten else None
+    return beaten or search.find_met(spans) or TooLarge(least, is_settled=False)
 
 
-def find_too_large(
-    problem: ChoiceProblem, memory: MemoryModel, limit_bytes: int, numbers: Numbers, *, tuning: Tuning = TUNING
-) -> TooLarge | None:
-    """What `choose_within_limit` says where there are other ways, if a choice above the limit leaves others nothing."""
-    least = memory.required(numbers)
-    limited = dataclasses.replace(problem, rows=memory.rows(numbers))
-    return TooLarge(least, is_settled=False) if _leaves_nothing(limited, numbers, least, limit_bytes, tuning) else None
+@dataclasses.dataclass(frozen=True, eq=False)
+class Seen:
+    """A choice above the limit."""
 
+    memory: MemoryModel
+    numbers: Numbers
 
-def _leaves_nothing(limited: ChoiceProblem, numbers: Numbers, required: int, limit_bytes: int, tuning: Tuning) -> bool:
-    """Whether no choice fits if each requires a part of what this one requires above the rows."""
-    unseen = tuning.unseen_part * max(0.0, required - float(limited.spans.used_by(np.asarray(numbers)).max()))
-    return limited.least_bytes() + unseen > tuning.met_part * limit_bytes
+    @functools.cached_property
+    def required(self) -> int:
+        """What it requires."""
+        return self.memory.required(self.numbers)
+
+    @functools.cached_property
+    def rows(self) -> Sequence[MemoryRow]:
+        """The memory rows at its peaks."""
+        return self.memory.rows(self.numbers)
+
+    def leaves_nothing(self, problem: ChoiceProblem, limit_bytes: int, tuning: Tuning) -> bool:
+        """Whether no choice of a problem without rows fits if each requires a part of what this one requires above the rows."""
+        limited = dataclasses.replace(problem, rows=self.rows)
+        unseen = tuning.unseen_part * max(
+            0.0, self.required - float(limited.spans.used_by(np.asarray(self.numbers)).max())
+        )
+        return limited.least_bytes() + unseen > tuning.met_part * limit_bytes
+
+    @property
+    def too_large(self) -> TooLarge:
+        """What is known if nothing else is looked at."""
+        return TooLarge(self.required, is_settled=False)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class _LimitSearch:
     """A search for a choice whose peak is within `limit_bytes`, by memory rows whose limit is `highest_bytes` at first.
 
-    The rows may say more than is required: by how much, is known of `free`, the best choice without a limit. `above_rows`: how
-    much more than the rows say choices that were met require.
+    The rows may say more than is required: by how much, is known of the choice at whose peaks they are. `free`: the best choice
+    without a limit. `above_rows`: how much more than the rows say choices that were met require.
     """
 
     problem: ChoiceProblem
@@ -164,14 +183,14 @@ class _LimitSearch:
         memory: MemoryModel,
         limit_bytes: int,
         *,
-        least: int,
+        seen: Seen,
         rival_s: Callable[[], float],
         has_other_ways: bool,
     ) -> _LimitSearch:
-        """The search of a problem without rows; `least`: what `free` requires."""
+        """The search of a problem without rows; `seen`: where they are to be."""
         budget = problem.budget.limit(until=lambda: free.lower_bound_s >= rival_s())
-        limited = dataclasses.replace(problem, rows=memory.rows(free.numbers), budget=budget)
-        excess = max(0.0, max(row.used(free.numbers) for row in limited.rows) - least)
+        limited = dataclasses.replace(problem, rows=seen.rows, budget=budget)
+        excess = max(0.0, max(row.used(seen.numbers) for row in seen.rows) - seen.required)
         return cls(
             problem=limited,
             free=free,

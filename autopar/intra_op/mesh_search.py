@@ -25,11 +25,11 @@ from autopar.intra_op.describe import describe_plan
 from autopar.intra_op.lowering.assignment import assign
 from autopar.intra_op.lowering.late_gathers import gather_late
 from autopar.intra_op.lowering.settled_leaves import settle_leaves
-from autopar.intra_op.memory.compilers import compiler_of
-from autopar.intra_op.memory.model import MemoryModel, Streams
-from autopar.intra_op.memory_limit import Fits, TooLarge, choose_within_limit, find_too_large, nobody_s
+from autopar.intra_op.memory.model import MemoryModel
+from autopar.intra_op.memory_limit import Fits, Seen, TooLarge, choose_within_limit, nobody_s
 from autopar.intra_op.out_of_memory import NothingFits
 from autopar.intra_op.request import PlannedStep, PlanRequest
+from autopar.intra_op.step_memory import memory_of_step
 from autopar.layouts.allowed import batch_axes
 from autopar.layouts.mesh import LogicalMesh
 from autopar.program.step import TracedStep
@@ -103,7 +103,7 @@ class MeshSearch:
     @functools.cached_property
     def memory(self) -> MemoryModel:
         """The memory of its choices."""
-        return _memory_model(self.traced, self.graph, self.request)
+        return memory_of_step(self.traced, self.graph, self.request)
 
     def evenly_divided_s(self) -> float:
         """Seconds of the step's work if every device did an equal share of it, which no mesh of as many devices beats."""
@@ -197,34 +197,57 @@ class MeshSearch:
         is_tight: bool,
     ) -> PlannedStep | NothingFits | CutOff | NotSearched | Unreachable | Unfinished:
         request, limit = self.request, self.request.memory_limit_bytes
-        free_work = min(most_work, request.tuning.mesh_work)
+        free_work, spent = min(most_work, request.tuning.mesh_work), request.budget.spent
         if limit is not None and self.memory.least_of_inputs() > limit:
             return self._nothing_fits()
         if limit is not None and is_tight and self.memory.bound() > limit:
             return self._nothing_fits()
-        spent = request.budget.spent
         free = self._choose_free(self.problem if is_tight else self._wider, cutoff_s, free_work)
         if not isinstance(free, Chosen):
             return free
-        chosen = self._strategies_of(free)
-        late = self._gather_late(chosen)
+        late = self._gather_late(self._strategies_of(free))
         if limit is None or self.memory.required(late.numbers) <= limit:
             return self._describe(late, None, free.seconds)
         self._note_excess(self.memory.parts(late.numbers)[1], limit)
         if self.memory.bound() > limit:
             return self._nothing_fits()
-        problem, tuning = dataclasses.replace(self.problem, cutoff_s=cutoff_s), request.tuning
-        if has_other_ways and (too_large := find_too_large(problem, self.memory, limit, late.numbers, tuning=tuning)):
-            return self._too_large(too_large)
+        seen = Seen(self.memory, late.numbers)
+        if has_other_ways and seen.leaves_nothing(self.problem, limit, request.tuning):
+            return self._too_large(seen.too_large)
         if self.shared is not None and not is_tight:  # memory rows are of the graph's own choices
             free = self._choose_free(self.problem, cutoff_s, free_work)
             if not isinstance(free, Chosen):
                 return free
         budget = self._budget_within_memory(cutoff_s, most_work - (request.budget.spent - spent))
-        problem = dataclasses.replace(problem, budget=budget, proof=request.tuning.limited_gap)
-        match choose_within_limit(
-            problem, self.memory, limit, free=free, rival_s=rival_s, has_other_ways=has_other_ways, tuning=tuning
-        ):
+        return self._plan_within(
+            limit, free, seen, cutoff_s=cutoff_s, budget=budget, rival_s=rival_s, has_other_ways=has_other_ways
+        )
+
+    def _plan_within(
+        self,
+        limit: int,
+        free: Chosen,
+        seen: Seen,
+        *,
+        cutoff_s: float,
+        budget: Budget,
+        rival_s: Callable[[], float],
+        has_other_ways: bool,
+    ) -> PlannedStep | NothingFits | CutOff | NotSearched | Unreachable | Unfinished:
+        """The best plan within a limit that `free`, the best choice, exceeds."""
+        tuning = self.request.tuning
+        problem = dataclasses.replace(self.problem, cutoff_s=cutoff_s, budget=budget, proof=tuning.limited_gap)
+        found = choose_within_limit(
+            problem,
+            self.memory,
+            limit,
+            free=free,
+            seen=seen,
+            rival_s=rival_s,
+            has_other_ways=has_other_ways,
+            tuning=tuning,
+        )
+        match found:
             case Fits(choice, copy_span, unlimited_s):
                 late = choice if copy_span is not None else self._gather_late(choice)
                 does_fit = late.numbers == choice.numbers or self.memory.required(late.numbers) <= limit
@@ -300,27 +323,6 @@ class MeshSearch:
         return PlannedStep(self.traced, dataclasses.replace(plan, unlimited_s=plan.step_s * part), assignment)
 
 
-def evenly_divided_parts(traced: TracedStep, request: PlanRequest) -> tuple[int, int]:
-    """Bytes per device that a step keeps, and those of its temporaries, if all is divided evenly among all devices.
-
-    It takes a second for a program of 10,000 equations, a tenth of what the search on a mesh takes to find out.
-    """
-    mesh = max(request.meshes, key=lambda one: one.size)
-    graph = StrategyGraph(
-        program=traced.program,
-        mesh=mesh,
-        nodes=(),
-        costs=(),
-        edges={},
-        uses=(),
-        outputs=(),
-        joins={},
-        sources={},
-        spaces=request.catalogues.of(mesh, request.cluster, request.options).spaces,
-    )
-    return _memory_model(traced, graph, request).evenly_divided_parts()
-
-
 def graph_for(
     traced: TracedStep,
     mesh: LogicalMesh,
@@ -353,22 +355,6 @@ def _batch_split(traced: TracedStep, mesh: LogicalMesh, request: PlanRequest) ->
     found = batch_axes([leaf.one for leaf in traced.inputs], mesh, request.constraints, shared=traced.shared)
     dims = {i: 1 if traced.inputs[i].microbatches > 1 else 0 for i in found}
     return BatchSplit(dims, next(iter(found.values()))) if found else None
-
-
-def _memory_model(traced: TracedStep, graph: StrategyGraph, request: PlanRequest) -> MemoryModel:
-    names = [leaf.path for leaf in traced.inputs]
-    aliased = {
-        i: source
-        for i, source in enumerate(traced.state_of_output)
-        if source is not None and traced.inputs[source].donated
-    }
-    streams = Streams(
-        traced.microbatches,
-        frozenset(i for i, leaf in enumerate(traced.inputs) if leaf.streamed),
-        frozenset(i for i, leaf in enumerate(traced.outputs) if leaf.streamed),
-    )
-    compiler = compiler_of(request.cluster.device)
-    return MemoryModel(graph, input_names=names, aliased_outputs=aliased, streams=streams, compiler=compiler)
 
 
 def _classes(graph: StrategyGraph, request: PlanRequest) -> list[np.ndarray] | None:

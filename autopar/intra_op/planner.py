@@ -14,9 +14,9 @@ from autopar.avals import bytes_of
 from autopar.errors import warn
 from autopar.intra_op.choices.allowed_values import fitting_meshes
 from autopar.intra_op.compare_meshes import MeshComparison
-from autopar.intra_op.mesh_search import evenly_divided_parts
 from autopar.intra_op.request import PlannedStep, PlanRequest
 from autopar.intra_op.shared_search import Beaten, SharedSearch
+from autopar.intra_op.step_memory import evenly_divided_parts
 from autopar.program.program import Program
 from autopar.program.step import TracedStep
 
