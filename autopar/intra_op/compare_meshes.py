@@ -320,7 +320,7 @@ class MeshComparison:
     def _bound(self, search: MeshSearch, at_least_s: float) -> tuple[float, float]:
         """See `at_least_s`, which may be known, and `least_s` of `SharedSearch`: what bounds every step bounds the objective."""
         if self.shared.first is self.traced:
-            least_s = search.least_s()
+            least_s = search.least_s(self.shared.best_s)
             return max(at_least_s, least_s - self._call_s()), least_s
         if not at_least_s:
             self.request.budget.require_time()

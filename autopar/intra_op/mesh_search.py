@@ -120,9 +120,10 @@ class MeshSearch:
         """Seconds that no choice on this mesh goes below, at little cost."""
         return lift_bound(self._wider)
 
-    def least_s(self) -> float:
+    def least_s(self, enough_s: float = math.inf) -> float:
         """Seconds that no step on this mesh takes less than, whatever the memory; takes a second or more. Raises LateError.
 
+        `enough_s`: a bound of so many need not be raised further.
         `at_least_s` and `bound_s` bound the objective, which pays for a change of layout once per reader; a step pays once.
         """
         request, catalogues = self.request, self.request.catalogues
@@ -133,7 +134,8 @@ class MeshSearch:
             return constant_s + (self.bound_s or self.at_least_s)
         request.budget.require_time()
         budget = request.budget.clocked(work=request.tuning.bound_work)
-        problem = dataclasses.replace(self.problem, costs=costs, ties=None, budget=budget)
+        cutoff_s = enough_s - constant_s
+        problem = dataclasses.replace(self.problem, costs=costs, ties=None, budget=budget, cutoff_s=cutoff_s)
         if problem.classes is not None:  # a tenth of the pairs, and often narrow where the whole is not
             problem = merge_classes(problem, problem.classes)
         if problem.costs.pairs > request.tuning.bounded_pairs:
@@ -141,7 +143,7 @@ class MeshSearch:
             if tied.ties is not None:
                 return constant_s + lift_bound(tied)
         if problem.costs.pairs > request.tuning.quick_pairs:
-            bound_s = bound_quickly(problem.costs, tuning=problem.tuning, budget=budget)
+            bound_s = bound_quickly(problem.costs, cutoff_s=cutoff_s, tuning=problem.tuning, budget=budget)
             return constant_s + (bound_s if math.isfinite(bound_s) else 0.0)
         match choose(problem):
             case Chosen(lower_bound_s=bound_s) | CutOff(bound_s) | NotSearched(bound_s):

@@ -64,11 +64,14 @@ def search(
     return _Search(tuning, budget or Budget(), is_quick).run(costs, cutoff_s, at_least_s=at_least_s)
 
 
-def bound_quickly(costs: Costs, *, tuning: Tuning = TUNING, budget: Budget | None = None) -> float:
+def bound_quickly(
+    costs: Costs, *, cutoff_s: float = np.inf, tuning: Tuning = TUNING, budget: Budget | None = None
+) -> float:
     """Bound an objective without looking for a choice, by elimination if that is cheap, or else by a few sweeps of dual ascent.
 
     Args:
         costs: the objective.
+        cutoff_s: the ascent ends where the bound reaches it.
         tuning: `quick_entries` says what is cheap, `quick_sweeps` what is few.
         budget: when it is over, the bound reached is returned.
 
@@ -84,7 +87,9 @@ def bound_quickly(costs: Costs, *, tuning: Tuning = TUNING, budget: Budget | Non
     if exact is not None:
         return reduced.constant + exact.value
     few = dataclasses.replace(tuning, sweeps=tuning.quick_sweeps)
-    bounded = bound_costs(reduced.costs, gap=tuning.good_enough, cutoff=np.inf, tuning=few, budget=budget)
+    bounded = bound_costs(
+        reduced.costs, gap=tuning.good_enough, cutoff=cutoff_s - reduced.constant, tuning=few, budget=budget
+    )
     return reduced.constant + bounded.lower
 
 

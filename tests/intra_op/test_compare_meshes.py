@@ -137,7 +137,9 @@ def test_meshes_of_a_large_step_have_no_bounds_where_one_is_left_with_that_of_it
     """The least of all bounds is that one, whether the others have better ones or not."""
     step, request = question(tuning=Tuning(large=0, least_gain=least_gain))
     bounded, least_s = [], MeshSearch.least_s
-    monkeypatch.setattr(MeshSearch, "least_s", lambda search: bounded.append(search.mesh) or least_s(search))
+    monkeypatch.setattr(
+        MeshSearch, "least_s", lambda search, *enough: bounded.append(search.mesh) or least_s(search, *enough)
+    )
     plan = plan_way(step, request, SharedSearch()).plan
     are_left = [mesh for mesh in request.meshes if len(mesh.shape) == 3 and mesh not in bounded]
     assert bool(are_left) == (least_gain > 0.5)
