@@ -80,9 +80,8 @@ class MeshComparison:
         self.note_first()
         meshes = waiting = distinct_meshes(self.request, is_free=not asks_for_layouts(self.traced.program))
         self._untouched = set(meshes)
-        together = self.request.processes if self.worth.is_large or not self.shared.is_bounded else 1
         while waiting:
-            now = waiting[:together]
+            now = waiting[: self._together()]
             if math.isfinite(self.shared.best_s):
                 now = next((some for some in (now, now[:1]) if not self._is_too_late(some)), [])
             if not now:
@@ -113,6 +112,11 @@ class MeshComparison:
             not_compared=names,
         )
         return dataclasses.replace(planned, plan=plan)
+
+    def _together(self) -> int:
+        """How many meshes to look at side by side: in a small step, in which forks are not worth it, one until that takes long."""
+        takes_long = self.worth.is_large or self.request.budget.spent > self.request.tuning.side_by_side_work
+        return self.request.processes if takes_long or not self.shared.is_bounded else 1
 
     def note_first(self) -> None:
         """If this is the first way, note that it is."""

@@ -57,6 +57,9 @@ class Tuning:
     with 0.5 the same model on 4, in float16, was guessed at 512, in which no plan was found to fit; it fits in 256."""
     large: int = 2000
     """Meshes are planned side by side, by several processes, for programs of so many equations."""
+    side_by_side_work: float = 1.5e8
+    """And where those before have taken so many units of work, half a second: a Llama of 32 layers in a scan has 700 equations,
+    and each of its meshes of three axes takes 4 to 7 s (`benchmarks/planning_ordinary.py --scan-layers`)."""
     mesh_work: float = 2.5e9
     """Units of work (`solver/budget.py`) that the choice on one mesh may take without a memory limit, about ten seconds. What is
     open then is a gap in the plan (`benchmarks/planning_ordinary.py`, unet)."""

@@ -52,7 +52,7 @@ def test_an_operand_of_a_loop_is_told_by_what_reads_it_within():
 
 
 def value(scope=""):
-    return Value(name="v", shape=(2,), dtype="float32", bytes=8, key=None, itemsize=4, scope=scope)
+    return Value(name="v", shape=(2,), dtype="float32", bytes=8, var=None, itemsize=4, scope=scope)
 
 
 def test_a_value_in_memory_takes_the_module_of_what_reads_it_and_else_of_what_it_is_made_of():
