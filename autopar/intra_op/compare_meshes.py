@@ -114,7 +114,7 @@ class MeshComparison:
         return dataclasses.replace(planned, plan=plan)
 
     def _together(self) -> int:
-        """How many meshes to look at side by side: in a small step, in which forks are not worth it, one until that takes long."""
+        """How many meshes to look at side by side: in a small step, where forks are not worth it, one until that takes long."""
         takes_long = self.worth.is_large or self.request.budget.spent > self.request.tuning.side_by_side_work
         return self.request.processes if takes_long or not self.shared.is_bounded else 1
 
