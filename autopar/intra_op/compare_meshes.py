@@ -114,9 +114,9 @@ class MeshComparison:
         return dataclasses.replace(planned, plan=plan)
 
     def _together(self) -> int:
-        """How many meshes to look at side by side: in a small step, where forks are not worth it, one until that takes long."""
-        takes_long = self.worth.is_large or self.request.budget.spent > self.request.tuning.side_by_side_work
-        return self.request.processes if takes_long or not self.shared.is_bounded else 1
+        """How many meshes to look at side by side: one of a small step, which is not worth a fork."""
+        is_small = self.equations < self.request.tuning.side_by_side
+        return 1 if is_small and self.shared.is_bounded else self.request.processes
 
     def note_first(self) -> None:
         """If this is the first way, note that it is."""

@@ -56,10 +56,10 @@ class Tuning:
     Without this a GPT of 24 layers on 8 V100s (0.39) was searched in 8, in vain and for a minute, before it was planned in 16;
     with 0.5 the same model on 4, in float16, was guessed at 512, in which no plan was found to fit; it fits in 256."""
     large: int = 2000
-    """Meshes are planned side by side, by several processes, for programs of so many equations."""
-    side_by_side_work: float = 1.5e8
-    """And where those before have taken so many units of work, half a second: a Llama of 32 layers in a scan has 700 equations,
-    and each of its meshes of three axes takes 4 to 7 s (`benchmarks/planning_ordinary.py --scan-layers`)."""
+    """From so many equations on a search takes so long that a gain has to be worth it (`Worth`)."""
+    side_by_side: int = 500
+    """From so many equations on several processes plan meshes side by side. A Llama of 32 layers in a scan has 700, and each of
+    its meshes of three axes takes 4 to 7 s (`benchmarks/planning_ordinary.py --scan-layers`)."""
     mesh_work: float = 2.5e9
     """Units of work (`solver/budget.py`) that the choice on one mesh may take without a memory limit, about ten seconds. What is
     open then is a gap in the plan (`benchmarks/planning_ordinary.py`, unet)."""

@@ -204,7 +204,7 @@ def test_a_mesh_that_another_one_of_its_row_beats_counts_as_not_planned_whenever
     monkeypatch, shapes
 ):
     """Which of the two is told of the other is chance where processes work side by side."""
-    step, request = question(tuning=Tuning(large=0, most_worth=0.0, most_worth_within=0.0), processes=2)
+    step, request = question(tuning=Tuning(large=0, side_by_side=0, most_worth=0.0, most_worth_within=0.0), processes=2)
     meshes = tuple(LogicalMesh.of(shape) for shape in shapes)
     request = dataclasses.replace(request, meshes=meshes)
     usual, heard, found = MeshSearch.plan, [], []
@@ -249,7 +249,7 @@ def test_where_time_is_short_a_mesh_is_left_for_its_own_axes_and_not_for_those_o
     class Short(Budget):
         seconds_left = 10.0
 
-    step, request = question(tuning=Tuning(large=0, axis_factor=2.0), budget=Short(), processes=2)
+    step, request = question(tuning=Tuning(large=0, side_by_side=0, axis_factor=2.0), budget=Short(), processes=2)
     comparison, looked = MeshComparison(step, request, SharedSearch(best_s=1.0)), []
 
     def look(meshes):
