@@ -9,7 +9,7 @@ import pytest
 
 from autopar.intra_op import memory_limit
 from autopar.intra_op.memory.model import Resident
-from autopar.intra_op.memory_limit import _WORK_PER_NODE, Fits, TooLarge, _LimitSearch, choose_within_limit
+from autopar.intra_op.memory_limit import _WORK_PER_NODE, Fits, Seen, TooLarge, _LimitSearch, choose_within_limit
 from autopar.intra_op.out_of_memory import NothingFits, out_of_memory
 from autopar.intra_op.tuning import Tuning
 from autopar.layouts.mesh import LogicalMesh
@@ -105,6 +105,35 @@ def test_the_search_ends_when_another_one_becomes_as_fast_while_it_works(monkeyp
     found = choose_within_limit(problem, Watched(rows), 22, free=free, rival_s=lambda: best_s[0])
     assert found == CutOff(4.0)
     assert (len(asked), peaks) == (1, [free.numbers])
+
+
+def test_a_choice_that_is_known_to_be_too_large_stands_for_the_best():
+    """Its peak is not computed again, nor is that of the best."""
+    problem, rows = fast_or_small()
+    peaks = []
+
+    class Watched(Memory):
+        def required(self, choice, *, copy_span=None):
+            peaks.append(choice)
+            return super().required(choice, copy_span=copy_span)
+
+    memory = Watched(rows)
+    seen = Seen(memory, (0, 0, 0, 1))
+    assert seen.required == 31
+    found = choose_within_limit(problem, memory, 22, free=FREE, seen=seen)
+    assert isinstance(found, Fits)
+    assert (peaks.count((0, 0, 0, 0)), peaks.count((0, 0, 0, 1))) == (0, 1)
+
+
+@pytest.mark.parametrize(("unseen", "is_left"), [(30, False), (40, True)])
+def test_other_ways_are_looked_at_where_a_choice_leaves_others_nothing(unseen, is_left):
+    """Of what it requires above the rows others are taken to require half: 4 bytes and 20 are more than 1.02 times 23."""
+    problem, rows = fast_or_small()
+    memory = Memory(rows, unseen=lambda _: unseen)
+    seen = Seen(memory, (0, 0, 0, 0))
+    assert seen.leaves_nothing(problem, 23, Tuning()) == is_left
+    found = choose_within_limit(problem, memory, 23, free=FREE, seen=seen, has_other_ways=True)
+    assert (found == seen.too_large) == is_left
 
 
 def test_rows_that_no_choice_keeps_settle_it():

@@ -245,6 +245,16 @@ def test_a_large_step_whose_layers_are_not_alike_is_bounded_on_the_whole(monkeyp
     assert 0 < objective_s(costs_of(search)) * (1 - 1e-3) <= search.least_s() <= least_step_s(search) * ROUNDING
 
 
+@pytest.mark.parametrize("part", [0.3, 0.9, 2.0])
+@pytest.mark.parametrize("quick_pairs", [0, 10**6])
+def test_a_bound_is_raised_as_far_as_is_asked_and_is_one(quick_pairs, part):
+    step, tuning = traced(readers((1, 1, 0))), dataclasses.replace(TUNING, quick_pairs=quick_pairs)
+    search = MeshSearch(step, LogicalMesh.of((2,)), request_for(MACHINES["even"], (2,), tuning=tuning))
+    whole_s = search.least_s()
+    least_s = search.least_s(part * whole_s)
+    assert min(1, part) * whole_s * (1 - 1e-3) <= least_s <= least_step_s(search) * ROUNDING
+
+
 def objective_s(costs: Costs):
     return costs.value(best_of(costs))
 

@@ -44,6 +44,13 @@ def test_in_a_small_step_and_without_a_plan_everything_is_worth_looking_for():
     assert LARGE.planning_s(math.inf) == LARGE.limiting_s(math.inf) == math.inf
 
 
+def test_a_choice_in_a_large_step_must_promise_more_than_steps_take_beyond_their_choices():
+    assert LARGE.choosing_s(6.0, 1.5) == pytest.approx(4.0)
+    assert LARGE.choosing_s(6.0, 0.5) == LARGE.choosing_s(6.0, math.inf) == 6.0, "nothing is known, or steps take less"
+    assert LARGE.choosing_s(math.inf, 1.5) == math.inf
+    assert SMALL.choosing_s(6.0, 1.5) == 6.0
+
+
 def test_a_gain_repays_a_search_in_a_run_of_some_length():
     assert LARGE.repays(0.01, 9.9)
     assert not LARGE.repays(0.01, 10.1)

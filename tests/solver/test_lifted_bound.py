@@ -58,6 +58,8 @@ def test_the_quick_bound_is_the_optimum_by_elimination_and_below_it_by_sweeps(se
     assert bound_quickly(costs) == pytest.approx(least)
     by_sweeps = bound_quickly(costs, tuning=BY_SWEEPS)
     assert 0.5 * least <= by_sweeps < least if seed % 4 == 0 else by_sweeps <= least * (1 + 1e-9)
+    enough = 0.9 * by_sweeps
+    assert enough <= bound_quickly(costs, cutoff_s=enough, tuning=BY_SWEEPS) <= by_sweeps * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -6,7 +6,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from autopar.cost_model.hardware import PRESETS
+from autopar.intra_op.choices.graph import build_graph
 from autopar.intra_op.choices.known_equations import RuleBook
+from autopar.intra_op.choices.options import PlannerOptions
+from autopar.layouts.mesh import LogicalMesh
 from autopar.program.from_jaxpr import program_of
 from autopar.program.loops import LoopEquation
 from autopar.rules.table import flops_of, rule_for
@@ -61,3 +65,23 @@ def test_of_a_program_the_traffic_is_found_once():
     program, _ = program_of(jax.make_jaxpr(lambda x: jnp.sin(x) + 1)(SQUARE))
     assert book.traffic(program) is book.traffic(program)
     assert set(book.traffic(program)) == set(program.equations)
+
+
+def test_alike_operations_of_a_graph_share_their_costs():
+    """Later passes price what is shared once."""
+    program, _ = program_of(jax.make_jaxpr(lambda x: jnp.sin(jnp.sin(jnp.cos(x))))(SQUARE))
+    graph = build_graph(
+        program,
+        LogicalMesh.of((2,)),
+        PRESETS["cpu"],
+        PlannerOptions(),
+        input_layouts=[None],
+        output_layouts=[None],
+    )
+    found: dict[str, list[int]] = {}
+    for node, costs in zip(graph.nodes, graph.costs, strict=True):
+        found.setdefault(node.label, []).append(id(costs))
+        assert (costs == node.choices.seconds * node.trips).all()
+    assert len(found["sin"]) == 2
+    assert len(set(found["sin"])) == 1
+    assert found["cos"][0] != found["sin"][0]
