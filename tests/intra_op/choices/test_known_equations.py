@@ -69,7 +69,7 @@ def test_of_a_program_the_traffic_is_found_once():
 
 def test_alike_operations_of_a_graph_share_their_costs():
     """Later passes price what is shared once."""
-    program, _ = program_of(jax.make_jaxpr(lambda x: jnp.sin(jnp.sin(jnp.cos(x))))(SQUARE))
+    program, _ = program_of(jax.make_jaxpr(lambda x: jnp.sin(jnp.sin(x)).sum())(SQUARE))
     graph = build_graph(
         program,
         LogicalMesh.of((2,)),
@@ -84,4 +84,4 @@ def test_alike_operations_of_a_graph_share_their_costs():
         assert (costs == node.choices.seconds * node.trips).all()
     assert len(found["sin"]) == 2
     assert len(set(found["sin"])) == 1
-    assert found["cos"][0] != found["sin"][0]
+    assert len({number for numbers in found.values() for number in numbers}) > 1
