@@ -136,11 +136,16 @@ def test_a_first_plan_does_not_wait_for_a_bound(monkeypatch):
 def test_meshes_of_a_large_step_have_no_bounds_where_one_is_left_with_that_of_its_work(monkeypatch, least_gain):
     """The least of all bounds is that one, whether the others have better ones or not."""
     step, request = question(tuning=Tuning(large=0, least_gain=least_gain))
-    bounded, least_s = [], MeshSearch.least_s
-    monkeypatch.setattr(
-        MeshSearch, "least_s", lambda search, *enough: bounded.append(search.mesh) or least_s(search, *enough)
-    )
+    bounded, least_s = {}, MeshSearch.least_s
+
+    def note(search, enough_s):
+        bounded[search.mesh] = enough_s
+        return least_s(search, enough_s)
+
+    monkeypatch.setattr(MeshSearch, "least_s", note)
     plan = plan_way(step, request, SharedSearch()).plan
+    assert all(enough_s >= plan.step_s for enough_s in bounded.values()), "up to the best plan, a bound matters"
+    assert math.inf not in list(bounded.values())[1:]
     are_left = [mesh for mesh in request.meshes if len(mesh.shape) == 3 and mesh not in bounded]
     assert bool(are_left) == (least_gain > 0.5)
     assert bool(bounded) == (least_gain < 0.5)

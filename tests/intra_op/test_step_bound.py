@@ -255,6 +255,18 @@ def test_a_bound_is_raised_as_far_as_is_asked_and_is_one(quick_pairs, part):
     assert min(1, part) * whole_s * (1 - 1e-3) <= least_s <= least_step_s(search) * ROUNDING
 
 
+def test_a_bound_is_asked_for_up_to_what_is_enough(monkeypatch):
+    step, tuning = traced(readers((1, 1, 0))), dataclasses.replace(TUNING, quick_pairs=0)
+    search = MeshSearch(step, LogicalMesh.of((2,)), request_for(MACHINES["even"], (2,), tuning=tuning))
+    cutoffs, found_s = [], 1.0
+    monkeypatch.setattr(
+        mesh_search, "bound_quickly", lambda costs, *, cutoff_s, **rest: cutoffs.append(cutoff_s) or found_s
+    )
+    constant_s = search.least_s() - found_s
+    search.least_s(3.0)
+    assert cutoffs == [math.inf, pytest.approx(3.0 - constant_s)]
+
+
 def objective_s(costs: Costs):
     return costs.value(best_of(costs))
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
 
+from autopar.solver import search as solver_search
 from autopar.solver.dual_ascent import bound_costs
 from autopar.solver.problem import ChoiceProblem, Costs
 from autopar.solver.repeated_layers import lift_bound, tie_nodes
@@ -60,6 +62,22 @@ def test_the_quick_bound_is_the_optimum_by_elimination_and_below_it_by_sweeps(se
     assert 0.5 * least <= by_sweeps < least if seed % 4 == 0 else by_sweeps <= least * (1 + 1e-9)
     enough = 0.9 * by_sweeps
     assert enough <= bound_quickly(costs, cutoff_s=enough, tuning=BY_SWEEPS) <= by_sweeps * (1 + 1e-9)
+
+
+def test_the_quick_bound_ends_at_the_cutoff(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is reduced away counts, so the ascent has that much less to reach."""
+    rng = np.random.default_rng(0)
+    edges = {pair: rng.random((3, 3)) for pair in itertools.combinations(range(6), 2)}
+    costs = Costs.of([*(rng.random(3) for _ in range(6)), np.array([0.5])], edges)
+    cutoffs: list[float] = []
+
+    def note(reduced: Costs, *, cutoff: float, **options: Any) -> Any:
+        cutoffs.append(cutoff)
+        return bound_costs(reduced, cutoff=cutoff, **options)
+
+    monkeypatch.setattr(solver_search, "bound_costs", note)
+    bound_quickly(costs, cutoff_s=4.0, tuning=BY_SWEEPS)
+    assert cutoffs == [pytest.approx(3.5)]
 
 
 @pytest.mark.parametrize("seed", range(10))
