@@ -77,7 +77,7 @@ def watched() -> Iterator[Stopwatch]:
     places = [
         (api, "trace", "trace"),
         (mesh_search, "graph_for", "graph"),
-        (mesh_search, "_memory_model", "memory"),
+        (mesh_search, "memory_of_step", "memory"),
         (mesh_search, "lift_bound", "solve"),
         (mesh_search, "choose", "solve"),
         (mesh_search, "choose_within_limit", "solve"),
