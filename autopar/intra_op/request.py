@@ -13,6 +13,7 @@ from autopar.cost_model.hardware import Cluster
 from autopar.intra_op.choices.catalogue import Catalogues
 from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.lowering.assignment import Assignment
+from autopar.intra_op.memory.model import Wholes
 from autopar.intra_op.tuning import TUNING, Tuning
 from autopar.layouts.constraints import Constraints
 from autopar.layouts.mesh import LogicalMesh
@@ -32,6 +33,7 @@ class PlanRequest:
         constraints: what the user fixed of layouts.
         options: what the planner may choose from.
         catalogues: strategies and prices, shared by all requests of one search.
+        wholes: what a device runs before anything is chosen, shared in the same way.
         processes: how many processes may plan at once.
         tuning: the planner's tuned numbers.
         budget: when the search ends with the best plan that it has.
@@ -44,6 +46,7 @@ class PlanRequest:
     constraints: Constraints
     options: PlannerOptions
     catalogues: Catalogues = dataclasses.field(default_factory=Catalogues, compare=False, repr=False)
+    wholes: Wholes = dataclasses.field(default_factory=Wholes, compare=False, repr=False)
     processes: int = 1
     tuning: Tuning = TUNING
     budget: Budget = dataclasses.field(default_factory=Budget, compare=False, repr=False)

@@ -26,8 +26,14 @@ def memory_of_step(traced: TracedStep, graph: StrategyGraph, request: PlanReques
         frozenset(i for i, leaf in enumerate(traced.inputs) if leaf.streamed),
         frozenset(i for i, leaf in enumerate(traced.outputs) if leaf.streamed),
     )
-    compiler = compiler_of(request.cluster.device)
-    return MemoryModel(graph, input_names=names, aliased_outputs=aliased, streams=streams, compiler=compiler)
+    return MemoryModel(
+        graph,
+        input_names=names,
+        aliased_outputs=aliased,
+        streams=streams,
+        compiler=compiler_of(request.cluster.device),
+        wholes=request.wholes,
+    )
 
 
 def evenly_divided_parts(traced: TracedStep, request: PlanRequest) -> tuple[int, int]:

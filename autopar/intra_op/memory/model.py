@@ -43,9 +43,6 @@ from autopar.solver.problem import MemoryRow
 
 _NAMED = 128
 """So many of the largest tensors at the peak are told by a module, their own or the nearest."""
-_WHOLES: weakref.WeakKeyDictionary[Program, dict[Hashable, DeviceProgram]] = weakref.WeakKeyDictionary()
-_FOOTPRINTS: weakref.WeakKeyDictionary[DeviceProgram, Footprint] = weakref.WeakKeyDictionary()
-"""What models of one program on several meshes share, `MemoryModel._whole`, and its buffers."""
 _LATEST = 4
 """Choices whose peaks are kept: each takes a second to compute for a deep step, and some hundred KB."""
 
@@ -80,6 +77,14 @@ class Streams:
     outputs: frozenset[int] = frozenset()
 
 
+class Wholes:
+    """What a device runs before anything is chosen, and its buffers: models of one program share them in a search."""
+
+    def __init__(self) -> None:
+        self.programs: weakref.WeakKeyDictionary[Program, dict[Hashable, DeviceProgram]] = weakref.WeakKeyDictionary()
+        self.footprints: weakref.WeakKeyDictionary[DeviceProgram, Footprint] = weakref.WeakKeyDictionary()
+
+
 class MemoryModel:
     """Memory of one graph's choices. `aliased_outputs` are those that take the place of a donated input, and which input."""
 
@@ -92,10 +97,11 @@ class MemoryModel:
         streams: Streams | None = None,
         compiler: Compiler = XLA_CPU,
         tuning: Tuning = TUNING,
+        wholes: Wholes | None = None,
     ) -> None:
         self.graph, self.input_names, self.aliased = graph, tuple(input_names), dict(aliased_outputs)
         self.tuning, self.compiler = tuning, compiler
-        self.streams = streams or Streams()
+        self.streams, self._wholes = streams or Streams(), wholes or Wholes()
         self._bytes: dict[tuple[int, int, bool, tuple[int, ...]], np.ndarray] = {}
         self._latest: dict[Hashable, _Peak] = {}
 
@@ -145,17 +151,17 @@ class MemoryModel:
         """What a device runs before anything is chosen; found once for all meshes of as many devices."""
         if self._has_streams:
             return self._program(None)
-        known = _WHOLES.setdefault(self.graph.program, {})
+        known = self._wholes.programs.setdefault(self.graph.program, {})
         if self._kind not in known:
             known[self._kind] = self._program(None)
         return known[self._kind]
 
     @functools.cached_property
     def _whole_footprint(self) -> Footprint:
-        known = _FOOTPRINTS.get(self._whole)
-        if known is None:
-            known = _FOOTPRINTS[self._whole] = self._footprint(self._whole)
-        return known
+        known = self._wholes.footprints
+        if self._whole not in known:
+            known[self._whole] = self._footprint(self._whole)
+        return known[self._whole]
 
     @property
     def _kind(self) -> Hashable:
@@ -243,9 +249,7 @@ class MemoryModel:
         source = self._source_of(value)
         if source is None:
             return np.zeros(1)
-        strategies = self.graph.nodes[
-            source.node
-        ].choices.strategies  # equal operations share them; the graph keeps them
+        strategies = self.graph.nodes[source.node].choices.strategies  # the graph keeps them, one for equal operations
         known = (id(strategies), source.output, source.stacked, value.shape)
         if known not in self._bytes:
             layouts = [s.outputs[source.output] for s in strategies]

@@ -9,7 +9,7 @@ from autopar.cost_model.hardware import PRESETS
 from autopar.intra_op.choices.graph import build_graph
 from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.memory.compilers import XLA_CPU, XLA_GPU
-from autopar.intra_op.memory.model import MemoryModel
+from autopar.intra_op.memory.model import MemoryModel, Wholes
 from autopar.layouts.mesh import LogicalMesh
 from autopar.program.from_jaxpr import program_of
 from tests.intra_op.memory.buffers import FLOAT, memory_of
@@ -72,22 +72,22 @@ def test_what_is_scattered_and_what_loops_carry_counts_in_the_bound(step, batch,
 
 
 def test_what_a_device_runs_before_anything_is_chosen_is_found_once_for_meshes_of_as_many_devices():
-    def model(program, *shape):
+    def model(program, wholes, *shape):
         mesh = LogicalMesh.of(shape)
         layouts = {"input_layouts": [None] * 2, "output_layouts": [None]}
         graph = build_graph(program, mesh, PRESETS["cpu"], PlannerOptions(), **layouts)
-        return MemoryModel(graph, input_names=["state", "batch"], aliased_outputs={0: 0})
+        return MemoryModel(graph, input_names=["state", "batch"], aliased_outputs={0: 0}, wholes=wholes)
 
     def traced():
         return program_of(jax.make_jaxpr(added_up)(SQUARE, jax.ShapeDtypeStruct((4, 64), np.float32)))[0]
 
-    program = traced()
-    line, square, two = model(program, 4), model(program, 2, 2), model(program, 2)
+    program, wholes = traced(), Wholes()
+    line, square, two = model(program, wholes, 4), model(program, wholes, 2, 2), model(program, wholes, 2)
     assert square._whole is line._whole
     assert square._whole_footprint is line._whole_footprint
     assert two._whole is not line._whole
     for shared, shape in ((line, (4,)), (square, (2, 2)), (two, (2,))):
-        alone = model(traced(), *shape)
+        alone = model(program, None, *shape)
         assert alone._whole is not shared._whole
         first = [0] * len(shared.graph.nodes)
         rows, expected = (one.rows(first) for one in (shared, alone))
