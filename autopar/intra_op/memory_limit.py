@@ -126,7 +126,7 @@ def choose_within_limit(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Seen:
-    """A choice above the limit."""
+    """A choice that is looked at before the search within the limit; what it requires is found when it is first asked for."""
 
     memory: MemoryModel
     numbers: Numbers

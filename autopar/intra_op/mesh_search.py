@@ -123,7 +123,7 @@ class MeshSearch:
     def least_s(self, enough_s: float = math.inf) -> float:
         """Seconds that no step on this mesh takes less than, whatever the memory; takes a second or more. Raises LateError.
 
-        `enough_s`: a bound of so many need not be raised further.
+        `enough_s`: a bound of so many seconds is enough; it is not raised further.
         `at_least_s` and `bound_s` bound the objective, which pays for a change of layout once per reader; a step pays once.
         """
         request, catalogues = self.request, self.request.catalogues

@@ -40,9 +40,12 @@ class Worth:
     def choosing_s(self, best_s: float, step_per_choice: float) -> float:
         """Below how many seconds a choice on another mesh is worth a plan, with a plan of `best_s`.
 
-        `step_per_choice`: how many times longer than the best choice on their meshes the steps are that were planned; infinite if
-        none was. In a large step the next one is taken to be as much longer: the plan of a choice, with its memory, takes as long
-        as the choice.
+        A step takes longer than the objective says of its choice. In a large step it is assumed to do so on the next mesh too, as
+        making a plan of a choice takes as long as the choice.
+
+        Args:
+            best_s: seconds of the best step.
+            step_per_choice: the least ratio of a step to its choice on the meshes before; infinite if none was planned.
         """
         is_known = self.is_large and math.isfinite(step_per_choice)
         return best_s / max(step_per_choice, 1.0) if is_known else best_s
